@@ -1,4 +1,4 @@
-"""Plain bytes of compressed files: gzip by the standard library, zstd by the ``zstd`` program."""
+"""Unpack compressed files: gzip with the standard library, zstd with the program ``zstd``."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ Compress = Literal["none", "gzip", "zstd"]
 
 CHUNK_BYTES = 1 << 20
 _PIECE_BYTES = 128 << 10
-"""Size of zlib's input per call. zlib copies the input that it has not used yet, so small pieces take a tenth
-less time."""
+"""Number of bytes passed to zlib per call. zlib copies the input that it has not used yet, so small pieces
+save a tenth of the time."""
 _AHEAD_BYTES = 4 << 20
-"""Bytes that a thread unpacks before it hands them over, so that threads seldom wait for each other."""
+"""Number of bytes that a thread unpacks before it passes them on. A large number avoids that threads wait."""
 UNPACKED_FACTOR = 100
-"""An archive may unpack to at most this many times its size: images reach 5, a hostile archive 1000."""
+"""Largest allowed ratio of unpacked to packed size. Images reach 5, a hostile archive can reach 1000."""
 UNPACKED_LEAST_BYTES = 10**9
-"""Any archive may unpack to this size, so that a small image with many zeros is not refused."""
+"""Every archive may unpack to this size, so that a small image with many zeros is not refused."""
 _MAX_WORKERS = 8
-"""More threads than these wait for the one that reads the file."""
+"""Maximum number of threads. More threads would only wait for the thread that reads the file."""
 _MAGICS: tuple[tuple[bytes, Compress], ...] = ((b"\x1f\x8b", "gzip"), (b"\x28\xb5\x2f\xfd", "zstd"))
 _MEMBER_START = b"\x1f\x8b\x08\0\0\0\0\0"
-"""The start of a gzip member without flags and time, as `imgkit save` writes them."""
+"""The first bytes of a gzip member without flags and time, as `imgkit save` writes it."""
 _REFUSED_MAGICS = ((b"BZh", "bzip2"), (b"\xfd7zXZ\0", "xz"))
 
 
 @dataclass(slots=True)
 class Allowance:
-    """Counts the bytes to which an archive of `packed_bytes` unpacks, and refuses too many.
+    """Counts the unpacked bytes of an archive, and refuses more than a limit.
 
-    A hostile archive of some MB could unpack to terabytes and fill the disk. The default limit is
-    `UNPACKED_FACTOR` times the size of the archive, but at least `UNPACKED_LEAST_BYTES`.
+    A hostile archive of a few MB could unpack to terabytes and fill the disk. The default limit is
+    `UNPACKED_FACTOR` times the size of the archive (`packed_bytes`), but at least `UNPACKED_LEAST_BYTES`.
     """
 
     packed_bytes: int
@@ -54,13 +54,14 @@ class Allowance:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add_unpacked(self, count: int) -> None:
-        """Add `count` to the unpacked bytes. Several threads may call this.
+        """Add `count` to the number of unpacked bytes. Several threads may call this method.
 
-        The bytes of a compressed layer in a compressed archive count twice, once for each unpacking.
+        If an archive and a layer in it are both compressed, the bytes of the layer are unpacked twice and
+        count twice.
 
         Raises
         ------
-        CheckFailed : the sum is above the limit.
+        CheckFailed : the number exceeds the limit.
         """
         with self._lock:
             self.unpacked_bytes += count
@@ -77,12 +78,12 @@ class Allowance:
 
 
 def detect_compression(path: Path) -> Compress:
-    """Return how the file `path` is compressed, which its first bytes tell. ``"none"`` stands for plain.
+    """Return how the file `path` is compressed, according to its first bytes, or ``"none"``.
 
     Raises
     ------
-    UsageError : the file is compressed with bzip2 or xz. imgkit does not read them, since no container
-        runtime writes them.
+    UsageError : the file is compressed with bzip2 or xz. imgkit does not read these formats, because no
+        container runtime writes them.
     """
     with files.open_regular(path) as stream:
         start = stream.read(8)
@@ -97,7 +98,7 @@ def detect_compression(path: Path) -> Compress:
 
 
 def compression_of(start: bytes) -> Compress:
-    """Return how a stream that begins with `start`, at least 4 bytes, is compressed."""
+    """Return how a stream is compressed. `start` contains its first bytes, at least 4."""
     for magic, compress in _MAGICS:
         if start.startswith(magic):
             return compress
@@ -105,12 +106,12 @@ def compression_of(start: bytes) -> Compress:
 
 
 def read_plain(path: Path, *, allowance: Allowance) -> Generator[bytes, None, None]:
-    """Yield the unpacked bytes of `path`, at most 1 MiB at a time.
+    """Yield the unpacked bytes of the file `path`, at most 1 MiB at a time.
 
     Raises
     ------
-    CheckFailed : the file is damaged or cut short, or unpacks to more than `allowance`.
-    ToolMissing : it is compressed with zstd, and there is no program ``zstd``.
+    CheckFailed : the file is damaged or cut short, or unpacks to more bytes than `allowance` permits.
+    ToolMissing : the file is compressed with zstd, and the program ``zstd`` is missing.
     """
     with files.open_regular(path, buffering=0) as stream:
         raw = iter(lambda: stream.read(CHUNK_BYTES), b"")
@@ -123,8 +124,14 @@ def unpack_chunks(
 ) -> Generator[bytes, None, None]:
     """Yield the unpacked bytes of a stream that is compressed with `compress`.
 
-    `name` is the stream's, for messages. `allowance` limits the number of unpacked bytes. Raises as
-    `read_plain` does.
+    Parameters
+    ----------
+    name : name of the stream, for messages.
+    allowance : limits the number of unpacked bytes.
+
+    Raises
+    ------
+    CheckFailed, ToolMissing : as in `read_plain`.
     """
     if compress == "none":
         yield from chunks
@@ -138,13 +145,13 @@ def unpack_chunks(
 
 
 class Gunzip:
-    """Unpacks a gzip stream piece by piece, in bounded memory.
+    """Unpacks a gzip stream in small pieces, so that it needs little memory.
 
-    A gzip stream consists of members, each of which could be a .gz file of its own.
+    A gzip stream consists of one or more members. Each member is a complete .gz file.
 
     Raises
     ------
-    CheckFailed : damaged or cut short.
+    CheckFailed : the stream is damaged or cut short.
     """
 
     def __init__(self, name: str) -> None:
@@ -153,19 +160,19 @@ class Gunzip:
 
     @property
     def is_between_members(self) -> bool:
-        """Whether the bytes fed so far end exactly where a member ends."""
+        """Whether the last byte passed to `feed` was the last byte of a member."""
         return self._inflate.eof
 
     def feed(self, data: bytes | memoryview) -> Iterator[bytes]:
-        """Unpack `data`, the next bytes of the stream, and yield the result, at most 1 MiB at a time."""
+        """Unpack `data`, the next bytes of the stream. Yield the unpacked bytes, at most 1 MiB at a time."""
         for start in range(0, len(data), _PIECE_BYTES):
             yield from self._feed_piece(bytes(data[start : start + _PIECE_BYTES]))
 
     def _feed_piece(self, packed: bytes) -> Iterator[bytes]:
-        """Unpack `packed`, which may have the end of a member and the start of the next."""
+        """Unpack `packed`, which may contain the end of a member and the start of the next member."""
         while packed:
             if self._inflate.eof:
-                # A member has ended. Concatenated files have several; zeros behind the last are padding.
+                # A member has ended. Another one may follow. Zeros after the last member are padding.
                 packed = packed.lstrip(b"\0")
                 if not packed:
                     return
@@ -174,6 +181,7 @@ class Gunzip:
                 plain = self._inflate.decompress(packed, CHUNK_BYTES)
             except zlib.error as error:
                 raise self._error(f"is damaged: {error}") from error
+            # zlib returns the input that is left: after `CHUNK_BYTES` of output, or after the member's end.
             packed = self._inflate.unconsumed_tail
             if self._inflate.eof:
                 packed = self._inflate.unused_data
@@ -197,33 +205,34 @@ class Gunzip:
 def _gunzip(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
     """Yield the unpacked bytes of a gzip stream.
 
-    A stream of many small members, as `imgkit save` writes, is unpacked by several threads, since members do
-    not depend on each other. Other streams are unpacked by one.
+    `imgkit save` writes a stream of many small members. Members do not depend on each other, so several
+    threads unpack such a stream. A single thread unpacks any other stream.
     """
     later_chunks = iter(chunks)
     first_chunk = next(later_chunks, b"")
     all_chunks = itertools.chain([first_chunk], later_chunks)
-    # The first chunk tells: gzip and pigz write one member per file, so no second member begins in it.
+    # gzip and pigz write one member per file. So a second member in the first chunk shows that the stream has
+    # many small members.
     if first_chunk.find(_MEMBER_START, 1) > 0:
         return _unpack_members(Gunzip(name), all_chunks)
     return _unpack_ahead(Gunzip(name), all_chunks)
 
 
 def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the unpacked bytes of `chunks`. A thread unpacks the next bytes while the caller uses the last.
+    """Yield the unpacked bytes of `chunks`. A thread unpacks ahead while the caller uses the latest bytes.
 
-    That helps because zlib, writes and digests let other threads run. The caller's own thread reads `chunks`:
-    reading from a pipe may take for ever, and Ctrl-C would not interrupt another thread.
+    This saves time because zlib, writes and digests release Python's global lock (GIL). `chunks` is read in
+    the caller's thread: reading from a pipe may block, and Ctrl-C cannot interrupt another thread.
     """
     previous_batch: list[bytes] = []
-    # One thread: each part of a stream can be unpacked only after the part before it.
+    # One thread is enough, since each part of a stream can be unpacked only after the part before it.
     with ThreadPoolExecutor(1) as pool:
         for chunk in chunks:
             plain = gunzip.feed(chunk)
             has_more = True
             while has_more:
                 job = pool.submit(_unpack_batch, plain)
-                # While the caller uses these bytes, the thread unpacks the next ones.
+                # While the caller uses these bytes, the thread unpacks the next batch.
                 yield from previous_batch
                 previous_batch, has_more = job.result()
     yield from previous_batch
@@ -231,9 +240,9 @@ def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _unpack_batch(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
-    """Return the next 4 MiB of `plain`, and whether there may be more.
+    """Return the next 4 MiB of `plain`, and whether more bytes may follow.
 
-    Handing over a batch makes the threads wait for each other, so smaller batches would cost time.
+    The threads wait for each other once per batch, so smaller batches would be slower.
     """
     batch = []
     batch_bytes = 0
@@ -246,12 +255,13 @@ def _unpack_batch(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
 
 
 def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the unpacked bytes of a stream of many small members, which several threads unpack.
+    """Yield the unpacked bytes of a stream of many small members. Several threads unpack the members.
 
-    The stream is cut wherever the bytes look like the start of a member. They may do so by chance, in the
-    middle of a member. So the result of a thread is used only if the data before it ended there with a
-    member; `gunzip` unpacks all other pieces in order.
+    The stream is cut wherever the bytes look like the start of a member. By chance, this may happen in the
+    middle of a member. So the result of a thread is used only if the piece before ended with the end of a
+    member. `gunzip` unpacks all other pieces in order.
     """
+    # The first piece begins with a member.
     is_between_members = True
     for piece, plain in _inflate_in_threads(chunks):
         if is_between_members and plain is not None:
@@ -259,26 +269,26 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
         else:
             yield from gunzip.feed(piece)
             is_between_members = gunzip.is_between_members
-    # Where the last member was complete, there is nothing left to check.
+    # If the stream ends inside a member, `finish` raises an error.
     if not is_between_members:
         yield gunzip.finish()
 
 
 _InflatedPiece = tuple[bytes, bytes | None]
-"""A piece of a gzip stream, and its unpacked bytes. These are None if it is not exactly one small member."""
+"""A piece of a gzip stream and its unpacked bytes, or None if the piece is not exactly one small member."""
 
 
 def _inflate_in_threads(chunks: Iterator[bytes]) -> Iterator[_InflatedPiece]:
     """Cut a gzip stream where members seem to begin, and yield each piece with its unpacked bytes.
 
-    Several threads unpack; the pieces keep their order.
+    Several threads unpack the pieces. The results are yielded in the order of the stream.
     """
     workers = min(process.count_processors(), _MAX_WORKERS)
     jobs: deque[Future[list[_InflatedPiece]]] = deque()
     with ThreadPoolExecutor(workers) as pool:
         for pieces in _split_at_members(chunks):
             jobs.append(pool.submit(_inflate_members, pieces))
-            # One more job than there are threads, so that no thread waits for new data.
+            # Keep one job more than there are threads, so that no thread waits for new data.
             if len(jobs) > workers:
                 yield from jobs.popleft().result()
         for job in jobs:
@@ -286,15 +296,16 @@ def _inflate_in_threads(chunks: Iterator[bytes]) -> Iterator[_InflatedPiece]:
 
 
 def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
-    """Cut a gzip stream where members seem to begin, and yield the pieces in groups, one per chunk or so.
+    """Cut a gzip stream where members seem to begin, and yield lists of pieces, about one list per chunk.
 
-    If no member begins within 1 MiB, it is cut there, too, so that memory stays bounded.
+    If no member begins within 1 MiB, the stream is cut anyway, to limit the memory.
     """
     pending = b""
     for chunk in chunks:
         pending += chunk
         pieces = []
         start = 0
+        # `pending` itself usually begins with a member, so the search starts at byte 1.
         next_start = pending.find(_MEMBER_START, 1)
         while next_start > 0:
             pieces.append(pending[start:next_start])
@@ -302,7 +313,7 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
             next_start = pending.find(_MEMBER_START, start + 1)
         pending = pending[start:]
         if len(pending) > CHUNK_BYTES:
-            # Keep the last bytes: they may be the first half of the mark at which the next member begins.
+            # Keep the last bytes for the next round: they may be the first part of `_MEMBER_START`.
             cut = len(pending) - len(_MEMBER_START)
             pieces.append(pending[:cut])
             pending = pending[cut:]
@@ -315,7 +326,8 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
 def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
     """Return each of `pieces` with its unpacked bytes.
 
-    A call unpacks 4 MiB at most; further pieces give None, and the caller unpacks them in bounded memory.
+    To limit the memory, a call unpacks at most 4 MiB. The remaining pieces get None instead of their bytes,
+    and the caller unpacks them later in small steps.
     """
     budget_bytes = _AHEAD_BYTES
     inflated = []
@@ -330,21 +342,21 @@ def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
 
 
 def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:
-    """Return the unpacked bytes of `piece`. Return None if it is not one member of at most `most_bytes`."""
-    inflate = zlib.decompressobj(wbits=31)
+    """Return the unpacked bytes of `piece`, or None if it is not a single member of at most `most_bytes`."""
+    decompressor = zlib.decompressobj(wbits=31)
     with contextlib.suppress(zlib.error):
-        plain = inflate.decompress(piece, most_bytes)
-        if inflate.eof and not inflate.unused_data:
+        plain = decompressor.decompress(piece, most_bytes)
+        if decompressor.eof and not decompressor.unused_data:
             return plain
     return None
 
 
 def _unzstd(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
-    """Yield the unpacked bytes of a zstd stream. The program ``zstd`` unpacks it: zlib cannot.
+    """Yield the bytes of a zstd stream, unpacked with the program ``zstd``.
 
     Raises
     ------
-    ToolMissing : there is no program ``zstd``.
+    ToolMissing : the program ``zstd`` is missing.
     CheckFailed : the data is damaged.
     """
     if shutil.which("zstd") is None:

@@ -1,12 +1,16 @@
-"""Read the headers of an image's layers, compare every layer with its digest, and decide which members show.
+"""Merge the layers of an image: verify their digests, and find out which files are visible in the image.
 
-Threads compute digests, and unpack what is compressed into a spool if there is room for one. The headers of a
-layer are read meanwhile, those of a compressed layer as soon as it is unpacked.
+Threads compute the digests of the layers. If there is space for temporary files (a spool), the threads also
+unpack compressed layers. Meanwhile, the main thread reads the headers of uncompressed layers. It reads the
+headers of a compressed layer as soon as the layer is unpacked.
 
-Layers are applied one after the other, and so are the members of each, with the results of ``umoci unpack``
-for root. A member replaces a file of the same name; a folder keeps its content. A whiteout, a member called
-``.wh.NAME``, deletes NAME of the layers below. Links on a path are followed as in a container of the image.
-Nothing is written. A name costs about 200 bytes: the tree holds a number for everything but folders.
+The layers are applied one after the other, and so are the members (entries of the tar) of each layer. The
+result is that of ``umoci unpack`` for root. A member replaces a file of the same name, but a folder keeps its
+content. A whiteout (a member called ``.wh.NAME``) deletes NAME of the layers below. Links in a path are
+followed as in a container of the image.
+
+Nothing is written to disk. A name needs about 200 bytes of memory, because the tree has an object only for
+each folder, and a number for every other member.
 """
 
 from __future__ import annotations
@@ -37,17 +41,17 @@ from imgkit_builder.archive.tar_read import (
 )
 from imgkit_entrypoints.errors import CheckFailed
 
-# How many links may be on one path. Linux follows 40.
+# The largest number of links in one path. Linux follows 40.
 _MOST_HOPS = 255
-# Linux allows no longer name.
+# The longest name that Linux allows.
 _MOST_NAME_BYTES = 255
-# Linux allows no longer path, the final zero aside.
+# The longest path that Linux allows, without the final zero byte.
 _MOST_PATH_BYTES = 4095
 _KINDS = (REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
 _LAYER_UNIT = 1 << 40
-"""The tree knows a member by one number, its id: member 7 of layer 2 has the id ``2 * _LAYER_UNIT + 7``.
+"""The tree stores a member as a number, its id: member 7 of layer 2 has the id ``2 * _LAYER_UNIT + 7``.
 
-An int costs the tree a fifth of what a tuple or an object costs, and an image has millions of files.
+An int needs a fifth of the memory of a tuple or an object, and an image can have millions of files.
 """
 
 
@@ -59,30 +63,34 @@ def scan_layers(
     unpack_limit_bytes: int | None = None,
     spool: Spool | None = None,
 ) -> StoredImage:
-    """Give the headers of each layer to `on_layer`, the lowest first, and compare its bytes with its digest.
+    """Call `on_layer` with the headers of each layer, lowest first, and verify the digests of all layers.
 
-    The digest of a layer is that of its unpacked bytes. A `spool` is a temporary folder in which compressed
-    layers are unpacked, so that the caller need not unpack them again.
+    The digest of a layer is that of its unpacked bytes.
+
+    Parameters
+    ----------
+    spool : a folder for temporary files. If given, compressed layers are unpacked into it, so that the caller
+        need not unpack them again.
 
     Returns
     -------
-    The image that the caller should read from now on. With a `spool`, its compressed layers are replaced by
-    their unpacked copies there.
+    The image that the caller should read from now on. With a `spool`, compressed layers are replaced by their
+    unpacked copies.
 
     Raises
     ------
-    CheckFailed : a layer is damaged, or has another digest than the image's configuration states.
+    CheckFailed : a layer is damaged, or its digest differs from the one in the image's configuration.
     NoRoom : the unpacked layers do not fit in `spool`.
     """
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
-    # Equal layers are one file, which is hashed or unpacked once.
+    # Equal layers share one file (region), which is hashed or unpacked only once.
     hashing: dict[Region, Future[str]] = {}
     unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
     layers = []
-    # Not `with ThreadPoolExecutor`: at an error it would first work through all layers that still wait.
+    # A `with` statement is not used: after an error, it would first process all layers in the queue.
     pool = ThreadPoolExecutor(threads)
     try:
-        # The threads start hashing and unpacking now; this thread reads headers meanwhile.
+        # The threads start to hash and unpack all layers now. Meanwhile, this thread reads headers.
         for layer in image.layers:
             if layer.compress == "none":
                 if layer.region not in hashing:
@@ -103,24 +111,26 @@ def scan_layers(
                     sha256 = _scan_compressed(readable_layer, on_layer, allowance)
                     image.refuse_other_digest(number, sha256)
             except CheckFailed:
-                # A layer with other bytes than it should have explains every other error in it.
+                # If the layer has a wrong digest, report that. It explains every other error in the layer.
                 _compare_digests(image, hashing, number)
                 raise
         _compare_digests(image, hashing, len(layers))
     finally:
         if spool:
-            # Before `shutdown`, which waits for the threads: after an error, nobody needs what they unpack.
+            # After an error, the unpacked files are not needed. Without `stop`, `shutdown` would wait until
+            # the threads have unpacked everything.
             spool.stop()
         pool.shutdown(cancel_futures=True)
     return dataclasses.replace(image, layers=tuple(layers))
 
 
 def _scan_compressed(layer: StoredLayer, on_layer: Callable[[TarStream], None], allowance: Allowance) -> str:
-    """Unpack a layer once: give its headers to `on_layer`, and return the sha256 of its unpacked bytes."""
+    """Unpack a layer once, call `on_layer` with its headers, and return the sha256 of its unpacked bytes."""
     digest = hashlib.sha256()
     with contextlib.closing(layer.plain(allowance)) as chunks:
         stream = TarStream(hash_chunks(chunks, digest), name=layer.name)
         on_layer(stream)
+        # The digest includes the bytes after the last member.
         stream.drain()
     return digest.hexdigest()
 
@@ -128,7 +138,8 @@ def _scan_compressed(layer: StoredLayer, on_layer: Callable[[TarStream], None], 
 def _compare_digests(image: StoredImage, hashing: Mapping[Region, Future[str]], count: int) -> None:
     """Raise CheckFailed if one of the first `count` layers is uncompressed and has a wrong digest.
 
-    `hashing` has the digests, which threads may still be computing. Compressed layers are compared elsewhere.
+    `hashing` contains the digests. The function waits for those that threads are still computing. Compressed
+    layers are compared in `scan_layers`, because their digests are computed while they are unpacked.
     """
     for number, layer in enumerate(image.layers[:count], 1):
         if layer.region in hashing:
@@ -137,7 +148,7 @@ def _compare_digests(image: StoredImage, hashing: Mapping[Region, Future[str]], 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderEntry:
-    """Attributes of a folder, as its member in a layer states them."""
+    """The attributes of a folder, taken from its member in a layer."""
 
     mode: int = 0o755
     uid: int = 0
@@ -149,7 +160,8 @@ class FolderEntry:
 class _Folder:
     """A folder of the tree.
 
-    `entry` is None if no layer has a member for the folder: a layer may hold ``a/b`` without ``a``.
+    `entry` is None if no layer has a member for the folder itself. For example, a layer may contain ``a/b``
+    without ``a``.
     """
 
     __slots__ = ("children", "entry", "layer", "name")
@@ -159,7 +171,7 @@ class _Folder:
         self.children: dict[str, _Node] = {}
         self.entry: FolderEntry | None = None
         self.layer = layer
-        """The last layer that put the folder or something below it."""
+        """Index of the last layer that added the folder or a file below it."""
 
 
 _Node = _Folder | int
@@ -172,28 +184,28 @@ class SpecialFile(NamedTuple):
     path: str
     kind: bytes
     target: str
-    """Where a link leads. It is empty for a device or FIFO."""
+    """Target of a link. It is empty for a device or FIFO."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergePlan:
-    """The folders and files of an image's layers that show in the image."""
+    """The folders and files of an image's layers that are visible in the image."""
 
     folders: tuple[tuple[str, FolderEntry | None], ...]
     """Path and attributes of each folder, parents first: ``usr``, then ``usr/lib``."""
     visible_paths: tuple[dict[int, tuple[str, ...]], ...]
-    """One map per layer, from the position of a member in the layer to the visible paths of its file.
+    """For each layer, a map from the position of a member in the layer to the visible paths of its file.
 
-    Hard links give a file several paths. A member that a later layer hides is absent.
+    A file with hard links has several paths. A member that a later layer hides is not in the map.
     """
 
 
 @dataclass(slots=True)
 class _FollowedLink:
-    """A symlink on a path.
+    """A symlink that was found in a path.
 
-    `leaves_image` is True if the link leads out of the image's unpacked folder when the host follows it, as
-    ``/etc`` and ``../../..`` do. In a container, the same link stays in the image.
+    `leaves_image` is True if the host, following the link, would leave the folder of the unpacked image. The
+    targets ``/etc`` and ``../../..`` are examples. In a container, the same link stays in the image.
     """
 
     path: str
@@ -202,7 +214,7 @@ class _FollowedLink:
 
 
 class LayerTree:
-    """The visible tree of the layers added so far, the lowest first."""
+    """The tree of files that are visible after the layers added so far. Layers are added lowest first."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -213,17 +225,18 @@ class LayerTree:
         self._device_kinds: dict[int, bytes] = {}
         """Types of devices and FIFOs, by their ids."""
         self._new_hard_links: set[tuple[int, str]] = set()
-        """Hard links of this layer to files of lower layers, as ``(id(folder), name)``.
+        """Hard links in the current layer to files of lower layers, as ``(id(folder), name)``.
 
-        Their id states the lower layer, but a whiteout of this layer must not remove them.
+        Such a name has the id of a member in a lower layer. A whiteout of the current layer must not remove
+        it, so it is remembered here.
         """
 
     def add_layer(self, members: Iterable[Member]) -> None:
-        """Put the next layer on top of the layers added before.
+        """Add the next layer on top of the layers added before.
 
         Raises
         ------
-        CheckFailed : no image may have one of the `members`, such as ``../a``. The message names it.
+        CheckFailed : one of the `members` is not allowed in an image, such as ``../a``. The message names it.
         """
         self._layer += 1
         self._new_hard_links.clear()
@@ -236,17 +249,18 @@ class LayerTree:
                 raise self._error(member, "it replaces the root folder")
 
     def file_type(self, path: str) -> bytes | None:
-        """Return the type of the file that a process in a container of the image opens at `path`.
+        """Return the type of the file that a process in a container of the image would open at `path`.
 
-        Links are followed. The result is a type flag such as `FIFO`, or None if nothing is at `path`.
+        Links are followed. The result is a type flag such as `FIFO`, or None if `path` does not exist.
 
         Raises
         ------
-        CheckFailed : a link on the way leads to itself, so that `path` leads nowhere.
+        CheckFailed : a link in `path` leads to itself.
         """
         folders, missing = self._resolve(path.split("/"), path)
         if not missing:
             return DIRECTORY
+        # `_resolve` returns everything after the last folder as missing, also an existing file.
         name, *names_below = missing
         node = folders[-1].children.get(name)
         if names_below or not isinstance(node, int):
@@ -254,17 +268,17 @@ class LayerTree:
         return self._kind_of(node)
 
     def find_escape(self, path: str) -> SpecialFile | None:
-        """Return the first link that leads `path` out of the image on the host.
+        """Return the first link that leads `path` out of the image when the host follows it.
 
-        On the host, the image is an unpacked folder: with a link ``data -> /scratch``, ``data/x`` leaves it,
-        and the result is the link ``data``. A link that leads to itself counts, too. Return None if `path`
-        stays in the image.
+        On the host, the image is a folder with unpacked files. If it has a link ``data -> /scratch``, the
+        path ``data/x`` leaves the folder, and the result is the link ``data``. A link that leads to itself is
+        returned, too. If `path` stays in the image, the result is None.
         """
         links: list[_FollowedLink] = []
         try:
             self._resolve(path.split("/"), path, links)
         except CheckFailed:
-            # The last link leads to itself.
+            # `_resolve` stopped at the last link, because it leads to itself or the path becomes too long.
             links[-1].leaves_image = True
         for link in links:
             if link.leaves_image:
@@ -272,7 +286,7 @@ class LayerTree:
         return None
 
     def special_files(self, path: str) -> Iterator[SpecialFile]:
-        """Yield each link, device and FIFO at and below `path`, sorted by path. Links are not followed."""
+        """Yield each link, device and FIFO at or below `path`, sorted by path. Links are not followed."""
         pending_paths = [path]
         while pending_paths:
             node_path = pending_paths.pop()
@@ -280,6 +294,7 @@ class LayerTree:
             if node is None:
                 continue
             if isinstance(node, _Folder):
+                # In reverse order, because `pop` takes the last path first.
                 names = sorted(node.children, reverse=True)
                 pending_paths += [f"{node_path}/{name}" for name in names]
                 continue
@@ -290,11 +305,12 @@ class LayerTree:
     def dissolve(self) -> MergePlan:
         """Return the folders and files that are visible in the image, and empty the tree.
 
-        The tree is taken apart on the way, because tree and result together may not fit in memory.
+        Each node is removed from the tree when it is added to the result, because the tree and the result may
+        not fit in memory together.
         """
         folders: list[tuple[str, FolderEntry | None]] = []
         visible_paths: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
-        # A list in place of recursion: an image may have folders of any depth.
+        # A list instead of recursion: an image may have folders deeper than Python's recursion limit.
         pending_folders: list[tuple[str, _Folder]] = [("", self._root)]
         while pending_folders:
             folder_path, folder = pending_folders.pop()
@@ -302,7 +318,7 @@ class LayerTree:
             if folder_path:
                 folders.append((folder_path, folder.entry))
                 prefix = folder_path + "/"
-            # Sorted: the same image gives the same bytes, however its layers are ordered inside.
+            # The names are sorted, so that the order of members in a layer does not change the result.
             for name in sorted(folder.children, reverse=True):
                 node = folder.children.pop(name)
                 path = prefix + name
@@ -310,12 +326,13 @@ class LayerTree:
                     pending_folders.append((path, node))
                     continue
                 layer, position = divmod(node, _LAYER_UNIT)
-                hard_links = visible_paths[layer].get(position, ())
-                visible_paths[layer][position] = (path, *hard_links)
+                # Hard links share one id, so the file may already have paths from other folders.
+                earlier_paths = visible_paths[layer].get(position, ())
+                visible_paths[layer][position] = (path, *earlier_paths)
         return MergePlan(folders=tuple(folders), visible_paths=visible_paths)
 
     def _find_node(self, path: str) -> _Node | None:
-        """Return what lies at `path`, without following links, or None if nothing does."""
+        """Return the folder or member id at `path`, or None if there is nothing. Links are not followed."""
         node: _Node | None = self._root
         for name in path.split("/"):
             if not isinstance(node, _Folder):
@@ -324,22 +341,24 @@ class LayerTree:
         return node
 
     def _kind_of(self, member_id: int) -> bytes:
-        """Return the type of a member that is no folder, such as `SYMLINK`."""
+        """Return the type of a member that is not a folder, such as `SYMLINK`."""
+        # Only the rare types are recorded. Every other member is a regular file.
         if member_id in self._link_targets:
             return SYMLINK
         return self._device_kinds.get(member_id, REGULAR)
 
     def _split_member_path(self, member: Member) -> list[str]:
-        """Return the names in the path of `member`: ``./usr/lib`` -> ``usr``, ``lib``.
+        """Return the names in the path of `member`: ``./usr/lib`` -> ``["usr", "lib"]``.
 
         Raises
         ------
-        CheckFailed : the path has ``..``, or a name that is too long for Linux.
+        CheckFailed : the path contains ``..``, or a name that is too long for Linux.
         """
         names = _split_path(member.name)
         if ".." in names:
             raise self._error(member, "its name leads out of the image with '..'")
-        # Encoding takes time. A character has up to 4 bytes, so a short path has no name that is too long.
+        # A shortcut, because encoding takes time. A character has at most 4 bytes, so a path below a quarter
+        # of the limit cannot contain a name that is too long.
         if len(member.name) > _MOST_NAME_BYTES // 4:
             name_bytes = [len(name.encode("utf-8", "surrogateescape")) for name in names]
             longest_bytes = max(name_bytes, default=0)
@@ -352,19 +371,23 @@ class LayerTree:
         """Put `member` into the tree at the path `names`, or delete what it hides if it is a whiteout.
 
         A whiteout is a mark for a deleted file: ``etc/.wh.motd`` removes ``etc/motd`` of the layers below.
+
+        Raises
+        ------
+        CheckFailed : the member is not allowed in an image.
         """
         *folder_names, name = names
         folders, missing = self._resolve(folder_names, member.name)
         if name == WHITEOUT:
             raise self._error(member, "a whiteout without a name")
         if name.startswith(WHITEOUT):
-            if not missing:
+            if not missing:  # otherwise the folder of the whiteout does not exist
                 self._delete_hidden(folders[-1], name)
             return
         if member.kind not in _KINDS:
             raise self._error(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
-        # Folders are made before the target of a hard link is looked up, because a new folder may replace the
-        # target: after the file "a", the hard link "a/a" to "a" makes "a" a folder.
+        # Create the folders before looking up the target of a hard link, because a new folder may replace the
+        # target. For example, after the file "a", the hard link "a/a" to "a" makes "a" a folder.
         folder = self._make_folders(folders, missing)
         if member.kind == DIRECTORY:
             self._put_folder(folder, name, member)
@@ -380,7 +403,7 @@ class LayerTree:
     def _put_folder(self, parent: _Folder, name: str, member: Member) -> None:
         """Put the folder that `member` describes into `parent`.
 
-        If there is a folder of that name, its content stays. A file or link is replaced by a new folder.
+        An existing folder of this name keeps its content. An existing file or link is replaced.
         """
         folder = parent.children.get(name)
         if not isinstance(folder, _Folder):
@@ -396,24 +419,25 @@ class LayerTree:
         )
 
     def _put_hard_link(self, folder: _Folder, name: str, member: Member) -> None:
-        """Put `name` into `folder` as a further name of the file to which the hard link `member` leads.
+        """Add `name` in `folder` as another name of the file to which the hard link `member` leads.
 
         Raises
         ------
-        CheckFailed : there is no such file, or the new link would replace it.
+        CheckFailed : the file does not exist, or the new link would replace it.
         """
         target_id = self._find_link_target(folder, name, member)
         if target_id is None:
             raise self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
         folder.children[name] = target_id
-        # The file is in a lower layer, but its new name is of this one: whiteouts must leave it alone.
+        # The id shows the layer of the file. If that is a lower layer, remember that this name belongs to the
+        # current layer, so that its whiteouts do not remove the name.
         if target_id // _LAYER_UNIT != self._layer:
             self._new_hard_links.add((id(folder), name))
 
     def _find_link_target(self, folder: _Folder, name: str, member: Member) -> int | None:
         """Return the id of the file to which the hard link `member` leads.
 
-        Return None if there is no such file, or if the new link, `name` in `folder`, would replace it.
+        Return None if the file does not exist, or if the new link, `name` in `folder`, would replace it.
         """
         target_names = _split_path(member.link)
         if not target_names or ".." in target_names:
@@ -424,10 +448,10 @@ class LayerTree:
         target_id = target_folder.children.get(target_name)
         if missing or not isinstance(target_id, int):
             return None
-        # A link to itself would delete the file.
+        # A link with the path of its target would replace the file by a link to itself.
         if target_folder is folder and target_name == name:
             return None
-        # What is called like the link is removed before the link is made: the target must not be in it.
+        # The new link replaces whatever has its name. This must not be a folder that contains the target.
         if folder.children.get(name) in folders:
             return None
         return target_id
@@ -435,28 +459,30 @@ class LayerTree:
     def _resolve(
         self, names: list[str], path: str, links: list[_FollowedLink] | None = None
     ) -> tuple[list[_Folder], list[str]]:
-        """Follow a path and the links on it, as a process in a container of the image would.
+        """Follow a path and its links as a process in a container of the image would.
 
         Parameters
         ----------
         names : the names in the path: ``["usr", "lib", "a"]``.
         path : the path, for messages.
-        links : receives each link on the way.
+        links : a list to which each link in the path is added.
 
         Returns
         -------
-        The existing folders on the path, the root first, and the names behind them that are not folders. If
-        ``usr`` is a folder without ``lib``, these are ``lib`` and ``a`` for the path ``usr/lib/a``.
+        The existing folders in the path, beginning with the root, and the names after the last folder. If
+        ``usr`` is a folder without ``lib``, the path ``usr/lib/a`` gives the root and ``usr``, and the names
+        ``lib`` and ``a``.
 
         Raises
         ------
-        CheckFailed : the path has too many links, or is too long once they are followed.
+        CheckFailed : the path has too many links, or it is too long after they are followed.
         """
         folders = [self._root]
         missing: list[str] = []
-        # In reverse, so that `pop` returns the next name, and `+=` puts the target of a link before the rest.
+        # In reverse order, so that `pop` returns the next name, and `+=` puts the target of a link before the
+        # remaining names.
         pending_names = names[::-1]
-        hops = 0
+        link_count = 0
         while pending_names:
             name = pending_names.pop()
             if name in ("", "."):
@@ -467,6 +493,7 @@ class LayerTree:
                 elif len(folders) > 1:
                     folders.pop()
                 elif links:
+                    # ".." at the root stays at the root in a container, but leaves the image on the host.
                     links[-1].leaves_image = True
                 continue
             node = None
@@ -478,34 +505,34 @@ class LayerTree:
             target = None
             if node is not None:
                 target = self._link_targets.get(node)
-            if target is None:
+            if target is None:  # the name does not exist, or is a file
                 missing.append(name)
                 continue
-            hops += 1
+            link_count += 1
             if links is not None:
                 link_path = "/".join([folder.name for folder in folders[1:]] + [name])
                 links.append(_FollowedLink(link_path, target, leaves_image=target.startswith("/")))
-            if hops > _MOST_HOPS:
+            if link_count > _MOST_HOPS:
                 raise CheckFailed(f"{path}: its folder is a link that leads to itself", where=self._where)
-            if target.startswith("/"):
+            if target.startswith("/"):  # continue at the root
                 del folders[1:]
             pending_names += target.split("/")[::-1]
-        if hops:
+        if link_count:
             path_names = [folder.name for folder in folders] + missing
             if len("/".join(path_names)) >= _MOST_PATH_BYTES:
                 raise CheckFailed(f"{path}: too many links in its path", where=self._where)
         return folders, missing
 
     def _make_folders(self, folders: list[_Folder], missing: list[str]) -> _Folder:
-        """Make the folders `missing` below the last of `folders`, and return the innermost.
+        """Create the folders `missing` below the last of `folders`, and return the innermost folder.
 
-        All of them, new or not, are marked as touched by this layer: its whiteouts remove only what lower
-        layers have put there.
+        All folders in the path are marked as used by the current layer. Whiteouts of this layer then keep
+        them, because a whiteout removes only files of lower layers.
         """
         for folder in folders:
             folder.layer = self._layer
         for name in missing:
-            # The new folder replaces a file of this name, or a link that leads nowhere.
+            # The new folder replaces a file of this name, or a link whose target does not exist.
             child = _Folder(name, self._layer)
             folder.children[name] = child
             folder = child
@@ -514,8 +541,9 @@ class LayerTree:
     def _delete_hidden(self, folder: _Folder, whiteout: str) -> None:
         """Delete the files of lower layers that the mark `whiteout` in `folder` hides.
 
-        ``.wh.a`` removes ``a``, and ``.wh..wh..opq`` everything in the folder. What this layer itself has put
-        there stays. Other names that begin with ``.wh..wh.`` belong to the file system AUFS, and are ignored.
+        ``.wh.a`` removes ``a``, and ``.wh..wh..opq`` removes everything in the folder. Files that the current
+        layer has added are kept. Other names that begin with ``.wh..wh.`` belong to the file system AUFS, and
+        are ignored.
         """
         if whiteout == OPAQUE:
             pending = [(folder, name) for name in folder.children]
@@ -527,13 +555,14 @@ class LayerTree:
             parent, name = pending.pop()
             node = parent.children.get(name)
             if isinstance(node, _Folder) and node.layer == self._layer:
-                # This layer has put something into the folder, which stays.
+                # The current layer has added this folder or a file in it. So keep the folder, and look at its
+                # content instead.
                 pending += [(node, child_name) for child_name in node.children]
             elif node is not None and not self._is_new_file(parent, name, node):
                 del parent.children[name]
 
     def _is_new_file(self, folder: _Folder, name: str, node: _Node) -> bool:
-        """Return whether this layer has put `node`, a file or link called `name`, into `folder`."""
+        """Return whether the current layer has added `node`, a file or link called `name`, to `folder`."""
         if isinstance(node, _Folder):
             return False
         return node // _LAYER_UNIT == self._layer or (id(folder), name) in self._new_hard_links
@@ -547,5 +576,5 @@ class LayerTree:
 
 
 def _split_path(path: str) -> list[str]:
-    """Return the names in `path`: ``./usr//lib`` -> ``usr``, ``lib``."""
+    """Return the names in `path`: ``./usr//lib`` -> ``["usr", "lib"]``."""
     return [name for name in path.split("/") if name not in ("", ".")]

@@ -1,6 +1,7 @@
-"""Write an image as an OCI folder with uncompressed layers, and check them against their digests.
+"""Write an image as an OCI folder with uncompressed layers, and verify the digests of the layers.
 
-A runtime converts that about twice as fast as ``docker-archive:``, whose layers it compresses on the way in.
+A runtime converts such a folder about twice as fast as a ``docker-archive:``, whose layers it first
+compresses.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ _BLOBS = "blobs/sha256"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OciLayout:
-    """An OCI folder that is ready for ``build oci:FOLDER``."""
+    """An OCI folder that a runtime can build from, with ``build oci:FOLDER``."""
 
     folder: Path
     config: ImageConfig
     names: tuple[str, ...]
-    """Tags that the archive knows the image by."""
+    """Tags of the image in its archive."""
     layer_bytes: int
-    """Sum over the uncompressed layers."""
+    """Total size of the uncompressed layers."""
 
     @property
     def layer_paths(self) -> list[Path]:
-        """The files of the layers, the lowest first."""
+        """The files of the layers, lowest first."""
         return [_blob_path(self.folder, digest) for digest in self.config.diff_ids]
 
 
@@ -47,7 +48,7 @@ def write_layout(
 ) -> OciLayout:
     """Write `image` to the new folder `folder` as an OCI folder with uncompressed layers.
 
-    Layers that lie uncompressed in files of their own are not copied: they become hard links.
+    A layer that is already an uncompressed file of its own is not copied. It becomes a hard link.
 
     Raises
     ------
@@ -55,7 +56,8 @@ def write_layout(
     """
     config = image.selected.config
     (folder / _BLOBS).mkdir(parents=True)
-    # One allowance for all layers: a hostile image could stay below a limit per layer, and fill the disk.
+    # All layers share one allowance. With a limit per layer, a hostile image of many layers could fill the
+    # disk.
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
     layers: list[dict[str, object]] = []
     layer_bytes = 0
@@ -74,7 +76,7 @@ def write_layout(
         "config": _write_blob(folder, config.raw, _CONFIG_TYPE),
         "layers": layers,
     }
-    # A runtime begins with index.json, and finds everything else by its digest.
+    # A runtime reads index.json first, and finds all other files by their digests.
     descriptor = _write_blob(folder, json.dumps(manifest).encode(), _MANIFEST_TYPE)
     index = {"schemaVersion": 2, "manifests": [descriptor]}
     (folder / "index.json").write_text(json.dumps(index), encoding="utf-8")
@@ -83,12 +85,12 @@ def write_layout(
 
 
 def _blob_path(folder: Path, digest: str) -> Path:
-    """Return where the OCI folder `folder` has the content with this digest, ``sha256:...``."""
+    """Return the path of the file in the OCI folder `folder` that has this digest, ``sha256:...``."""
     return folder / _BLOBS / digest.removeprefix("sha256:")
 
 
 def _write_blob(folder: Path, data: bytes, media_type: str) -> dict[str, object]:
-    """Write `data` under its digest, and return the descriptor by which others refer to it."""
+    """Write `data` to a file named after its digest, and return the descriptor that refers to this file."""
     digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
     _blob_path(folder, digest).write_bytes(data)
     return {"mediaType": media_type, "digest": digest, "size": len(data)}
@@ -97,10 +99,10 @@ def _write_blob(folder: Path, data: bytes, media_type: str) -> dict[str, object]
 def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
     """Write the unpacked bytes of `layer` to `target`, and return their sha256 in hex.
 
-    A layer that is an uncompressed file of its own is linked, not copied.
+    If the layer is already an uncompressed file of its own, it is linked and not copied.
     """
     region = layer.region
-    is_whole_file = region.start == 0  # a layer in an archive begins behind a header
+    is_whole_file = region.start == 0  # a layer inside an archive begins after a header
     if layer.compress == "none" and is_whole_file:
         _link_or_copy(region.path, target)
         return region.sha256()
@@ -111,7 +113,7 @@ def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Make `target` a hard link to `source`, which takes no space. If that is not possible, copy the file."""
+    """Make `target` a hard link to `source`, which needs no space. If that is not possible, copy the file."""
     try:
         os.link(source.resolve(), target)
     except OSError as error:

@@ -1,9 +1,10 @@
-"""Find the one image of an archive or OCI folder, whichever tool wrote it, or hash all of it in one pass.
+"""Find the image in an archive or OCI folder of any tool, or hash a whole archive in one pass.
 
-There are three layouts. ``docker save`` before release 25 writes a folder per layer, and ``manifest.json``
-last. From 25 on it writes an OCI layout with a ``manifest.json``. Other tools write the OCI layout alone. The
-caller of `read_members` decides what becomes of the files, then `select_image` finds the image among them.
-Names in an archive are looked up and never used as paths. Standard library only.
+There are three layouts. ``docker save`` before release 25 writes a folder for each layer, and
+``manifest.json`` last. From release 25 on, it writes an OCI layout with a ``manifest.json``. Other tools
+write only the OCI layout. The caller of `read_members` decides how the files are stored. Then `select_image`
+finds the image among them. Names in an archive are only looked up, and never used as paths. The module needs
+only the standard library.
 """
 
 from __future__ import annotations
@@ -37,48 +38,49 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 MAX_JSON_BYTES = 4 << 20
-"""Registries refuse larger manifests; larger files are layers."""
+"""Largest size of a JSON file. Registries refuse larger manifests, so a larger file must be a layer."""
 _BLOBS = "blobs/sha256/"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 MAX_MEMBERS = 20_000
-"""Files of an image archive; images have hundreds."""
-# How many links may follow each other. Tools write one.
+"""Largest number of members in an image archive. Images have hundreds."""
+# The longest chain of links. Tools write chains of one.
 _MAX_LINKS = 8
-# How many indexes may lie within each other. Tools write two.
+# The deepest nesting of indexes. Tools write two levels.
 MAX_INDEX_DEPTH = 4
 COPY_AGAIN_HINT = "copy the archive again and compare its .sha256 (imgkit verify), or save it again"
 _SAVE_HINT = "write one with: imgkit save RECIPE|IMAGE, or: docker save -o FILE.tar REPOSITORY:TAG"
 
-# The mark of zstd has 4 bytes, that of gzip 2.
+# The magic bytes of zstd are 4 bytes, those of gzip 2.
 _MAGIC_BYTES = 4
 _SMALL_BYTES = 1024
-"""A file of this size is kept whatever it begins with, so that a message can say that it is not JSON."""
+"""A file up to this size is always kept, so that a message can say that it is not JSON."""
 _MAX_DOCUMENTS_BYTES = 32 << 20
-"""Images have some kB of JSON; an archive of many files that unpack to 4 MiB each would fill the memory."""
+"""Largest total size of the JSON files. Images have a few kB of JSON. Without this limit, an archive of many
+files that unpack to 4 MiB each could fill the memory."""
 
 
 class _StoredFile(Protocol):
-    """A file of an image, in whatever form the caller of `read_members` keeps it: as digests, or on disk."""
+    """A file of an image, as the caller of `read_members` stores it: as digests, or as a range on disk."""
 
     def document(self) -> bytes | None:
-        """Return its bytes. None if it has more than `MAX_JSON_BYTES`."""
+        """Return the bytes of the file, or None if it has more than `MAX_JSON_BYTES`."""
         ...
 
 
 File = TypeVar("File", bound=_StoredFile)
 Find = Callable[[str], File | None]
-"""A function that returns the file of a name such as ``index.json``, or None if there is none."""
+"""A function that returns the file with a name such as ``index.json``, or None if it does not exist."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Members(Generic[File]):
-    """The regular files of an archive. Links inside the archive lead to them."""
+    """The regular files of an archive by name, and the links in the archive with their targets."""
 
     files: dict[str, File] = field(default_factory=dict)
     links: dict[str, str] = field(default_factory=dict)
 
     def find(self, name: str) -> File | None:
-        """Return the file `name`, or None if the archive does not have it. Links are followed."""
+        """Return the file `name`, or None if it is not in the archive. Links are followed."""
         name = posixpath.normpath(name)
         for _ in range(_MAX_LINKS):
             if name in self.files:
@@ -115,7 +117,7 @@ class SelectedImage(Generic[File]):
 
     @property
     def count_problem(self) -> str:
-        """A sentence for the user if the configuration lists another number of layers, or ``""``."""
+        """A sentence for the user if the number of layers differs from the configuration's, or ``""``."""
         count = len(self.layers)
         expected = len(self.config.diff_ids)
         if count == expected:
@@ -123,11 +125,11 @@ class SelectedImage(Generic[File]):
         return f"the archive has {count} layers, its configuration lists {expected}"
 
     def refuse_problems(self, where: str) -> None:
-        """Raise CheckFailed if the configuration has another digest than its name, or lists other layers.
+        """Raise CheckFailed if the digest of the configuration or the number of its layers is wrong.
 
-        Such an archive is damaged. `where` is the archive's name, for the message.
+        Such an archive is damaged. `where` is the name of the archive, for the message.
         """
-        # Some tools give the configuration a name that is no digest.
+        # Some tools give the configuration a name that is not a digest. Then there is nothing to compare.
         states_digest = len(self.stated_id) == len(self.config.image_id)
         if states_digest and self.id_problem:
             raise CheckFailed(self.id_problem, where=where, hint=COPY_AGAIN_HINT)
@@ -140,18 +142,19 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
 
     Parameters
     ----------
-    store : is called for each regular file. It may read the file's body from `stream`. What it returns, such
-        as the file's digest, is the file's value in the result.
-    where : the archive's name, for messages.
+    store : a function that is called for each regular file. It may read the content of the file from
+        `stream`.
+        Its result, such as the digest of the file, is stored in `Members.files`.
+    where : the name of the archive, for messages.
 
     Raises
     ------
     CheckFailed : the archive is damaged or cut short.
-    UsageError : it has far too many members for an image.
+    UsageError : the archive has far more members than an image.
     """
     result: Members[File] = Members()
-    for number, member in enumerate(stream):
-        if number >= MAX_MEMBERS:
+    for index, member in enumerate(stream):
+        if index >= MAX_MEMBERS:
             raise _no_image(f"it has more than {MAX_MEMBERS} members", where)
         name = posixpath.normpath(member.name)
         if member.kind == REGULAR:
@@ -160,16 +163,17 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
         elif member.kind == HARD_LINK:
             result.links[name] = posixpath.normpath(member.link)
         elif member.kind == SYMLINK:
-            # Its target is relative to its own folder.
+            # The target of a symlink is relative to the folder of the link.
             target = posixpath.join(posixpath.dirname(name), member.link)
             result.links[name] = posixpath.normpath(target)
     return result
 
 
 def select_image(find: Find[File], *, where: str) -> SelectedImage[File]:
-    """Return the only image of an archive, as its ``manifest.json`` or else its ``index.json`` describes it.
+    """Return the only image of an archive, described by its ``manifest.json`` or else by its ``index.json``.
 
-    `find` returns a file of the archive by its name. `where` is the archive's name, for messages.
+    `find` is a function that returns a file of the archive by its name. `where` is the name of the archive,
+    for messages.
 
     Raises
     ------
@@ -183,19 +187,19 @@ def select_image(find: Find[File], *, where: str) -> SelectedImage[File]:
 
 
 def select_oci_image(find: Find[File], *, where: str) -> SelectedImage[File]:
-    """Return the only image that ``index.json`` describes. Raises as `select_image` does."""
+    """Return the only image that ``index.json`` describes. The errors are those of `select_image`."""
     return _Selector(find, where).select_by_index()
 
 
 class _Selector(Generic[File]):
-    """Finds the image that the JSON files of an archive describe. `where` is for messages."""
+    """Finds the image that the JSON files of an archive describe. `where` is only used in messages."""
 
     def __init__(self, find: Find[File], where: str) -> None:
         self._find = find
         self._where = where
 
     def select_by_manifest(self) -> SelectedImage[File]:
-        """Return the only image of ``manifest.json``, which ``docker save`` writes."""
+        """Return the only image in ``manifest.json``, the list of images that ``docker save`` writes."""
         images = self._read_json("manifest.json")
         with self._explain_errors("manifest.json"):
             if not isinstance(images, list):
@@ -207,9 +211,9 @@ class _Selector(Generic[File]):
         return self._make_image(image.config, image.layers, image.tags, named_by="manifest.json")
 
     def _tags_error(self, images: Sequence[_ManifestImage]) -> UsageError:
-        """Return the error for an archive that has several images or none.
+        """Return the error for an archive with several images or none.
 
-        Its hint shows how to save one of them: ``docker save -o FILE.tar TAG``.
+        The hint shows how to save a single image: ``docker save -o FILE.tar TAG``.
         """
         all_tags: list[str] = []
         for image in images:
@@ -221,7 +225,7 @@ class _Selector(Generic[File]):
         return self._not_one_error(len(images), all_tags, f"docker save -o FILE.tar {example_tag}")
 
     def select_by_index(self) -> SelectedImage[File]:
-        """Return the only image of ``index.json``. The index may refer to an index that lists the image."""
+        """Return the only image of ``index.json``. This index may refer to another index with the image."""
         if self._find("index.json") is None:
             raise _no_image("it has neither manifest.json nor index.json", self._where)
         name = "index.json"
@@ -229,7 +233,7 @@ class _Selector(Generic[File]):
         document = self._read_json(name)
         for _ in range(MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
-            # Each index may state a tag. The one next to the image counts.
+            # Each index may contain a tag. The tag in the innermost index has priority.
             tags = _to_texts([_tag(entry)]) or tags
             name = self._blob_name(entry, "index.json")
             document = self._read_json(name, "index.json")
@@ -240,20 +244,20 @@ class _Selector(Generic[File]):
         raise self._error(f"index.json nests indexes more than {MAX_INDEX_DEPTH} deep")
 
     def _make_image_of_manifest(self, name: str, manifest: Any, tags: tuple[str, ...]) -> SelectedImage[File]:
-        """Return the image of the parsed OCI `manifest`, which the file `name` holds."""
+        """Return the image of an OCI manifest. `manifest` is the parsed JSON of the file `name`."""
         with self._explain_errors(name):
             config = self._blob_name(manifest["config"], name)
             layers = [self._blob_name(layer, name) for layer in manifest["layers"]]
         return self._make_image(config, layers, tags, named_by=name)
 
     def _select_entry(self, name: str, index: Any) -> Any:
-        """Return the only entry of the parsed `index`, which the file `name` holds.
+        """Return the only entry of an OCI index. `index` is the parsed JSON of the file `name`.
 
-        The entry describes an image or a further index. Entries that describe neither are ignored.
+        The entry describes an image or another index. Attestations, which describe neither, are ignored.
 
         Raises
         ------
-        UsageError : several entries or none.
+        UsageError : the index has several such entries or none.
         """
         with self._explain_errors(name):
             entries = [entry for entry in index["manifests"] if not _is_attestation(entry)]
@@ -266,12 +270,12 @@ class _Selector(Generic[File]):
     def _make_image(
         self, config: str, layers: Sequence[str], tags: tuple[str, ...], *, named_by: str
     ) -> SelectedImage[File]:
-        """Return the image that has the configuration file `config` and the layer files `layers`.
+        """Return the image with the configuration file `config` and the layer files `layers`.
 
-        `named_by` is the file that lists these names, for messages about a missing file.
+        `named_by` is the file that lists these names. It is used in messages about a missing file.
         """
         raw = self._read_document(config, named_by)
-        # Before the configuration is parsed: if a layer is missing, too, that error explains more.
+        # Look for the layers before parsing the configuration. If both fail, a missing layer explains more.
         layer_files = tuple((layer, self._require_file(layer, named_by)) for layer in layers)
         with self._explain_errors(config):
             parsed = parse_config(raw, where=self._where)
@@ -289,7 +293,7 @@ class _Selector(Generic[File]):
 
         Raises
         ------
-        CheckFailed : it is missing, or so large that it cannot describe an image.
+        CheckFailed : the file is missing, or so large that it cannot describe an image.
         """
         raw = self._require_file(name, named_by).document()
         if raw is None:
@@ -303,26 +307,29 @@ class _Selector(Generic[File]):
     def _read_json(self, name: str, named_by: str = "") -> Any:
         """Return the parsed JSON file `name`.
 
-        A blob is a file that is named after its digest, ``blobs/sha256/1a2b...``: its bytes must have that
-        digest.
+        If the file is a blob (named after its digest, ``blobs/sha256/1a2b...``), its digest is verified.
 
         Raises
         ------
-        CheckFailed : it is missing, has another digest, or is not JSON.
+        CheckFailed : the file is missing, has a wrong digest, or is not JSON.
         """
         raw = self._read_document(name, named_by)
-        digest = hashlib.sha256(raw).hexdigest()
-        if name.startswith(_BLOBS) and name != _BLOBS + digest:
-            raise self._error(f"{name} is damaged: its sha256 is {digest}")
+        sha256 = hashlib.sha256(raw).hexdigest()
+        if name.startswith(_BLOBS) and name != _BLOBS + sha256:
+            raise self._error(f"{name} is damaged: its sha256 is {sha256}")
         try:
             return json_text.parse(raw)
         except ValueError as error:
             raise self._error(f"{name} is not JSON: {error}") from error
 
     def _blob_name(self, entry: Any, named_by: str) -> str:
-        """Return the name of the file to which an entry of the file `named_by` refers by its digest.
+        """Return the file name for the digest in an entry of the JSON file `named_by`.
 
         ``{"digest": "sha256:1a2b..."}`` -> ``blobs/sha256/1a2b...``.
+
+        Raises
+        ------
+        CheckFailed : the entry has no valid digest.
         """
         with self._explain_errors(named_by):
             digest = entry["digest"]
@@ -332,9 +339,9 @@ class _Selector(Generic[File]):
 
     @contextlib.contextmanager
     def _explain_errors(self, name: str) -> Iterator[None]:
-        """Turn an exception in the block, which uses the parsed JSON file `name`, into a CheckFailed.
+        """Replace exceptions of a block that uses the parsed JSON file `name` by CheckFailed.
 
-        The JSON may have any form, so a missing key or a wrong type means that the archive is damaged.
+        The JSON may have any structure. A missing key or a wrong type means that the archive is damaged.
         """
         try:
             yield
@@ -352,7 +359,7 @@ class _Selector(Generic[File]):
 
 
 class _ManifestImage(NamedTuple):
-    """An image in ``manifest.json``. The names of its configuration and layers are those of files."""
+    """An image in ``manifest.json``. `config` and `layers` are names of files in the archive."""
 
     config: str
     layers: tuple[str, ...]
@@ -360,7 +367,7 @@ class _ManifestImage(NamedTuple):
 
 
 def _describe_image(image: Any) -> _ManifestImage:
-    """Return what an entry of ``manifest.json`` says."""
+    """Return the names and tags in an entry of ``manifest.json``."""
     layers = _to_texts(image.get("Layers"))
     tags = _to_texts(image.get("RepoTags"))
     return _ManifestImage(str(image["Config"]), layers, tags)
@@ -371,25 +378,28 @@ def _annotations(entry: Any) -> Any:
 
 
 def _architecture(entry: Any) -> Any:
-    """Return the architecture that an entry of an OCI index states, or None."""
+    """Return the architecture in an entry of an OCI index, or None."""
     return (entry.get("platform") or {}).get("architecture")
 
 
 def _is_attestation(entry: Any) -> bool:
-    """Return whether an entry of an OCI index describes how an image was built, as BuildKit adds it."""
+    """Return whether an entry of an OCI index is an attestation.
+
+    BuildKit adds such entries, which describe how the image was built.
+    """
     kind = _annotations(entry).get("vnd.docker.reference.type")
     return bool(kind == "attestation-manifest" or _architecture(entry) == "unknown")
 
 
 def _tag(entry: Any) -> Any:
-    """Return the name or tag that an entry of an OCI index states, or None."""
-    # containerd writes the whole name, skopeo the tag alone.
+    """Return the name or tag in an entry of an OCI index, or None."""
+    # containerd writes the full name of the image, skopeo only the tag.
     values = _annotations(entry)
     return values.get("io.containerd.image.name") or values.get("org.opencontainers.image.ref.name")
 
 
 def _to_texts(values: Any) -> tuple[str, ...]:
-    """Return the values of a JSON list as texts, without empty ones: ``["a", null]`` -> ``("a",)``."""
+    """Return the values of a JSON list as strings, without empty values: ``["a", null]`` -> ``("a",)``."""
     return tuple(str(value) for value in values or () if value)
 
 
@@ -403,35 +413,37 @@ def _no_image(problem: str, where: str) -> UsageError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HashedFile:
-    """Digests of one file in an archive."""
+    """The digests of one file in an archive."""
 
     sha256: str
-    """Hex digest of its bytes as they lie in the archive."""
+    """Hex digest of the file as it is stored in the archive."""
     diff_id: str
-    """``sha256:...`` of its unpacked bytes; empty for zstd, which is not unpacked here."""
+    """``sha256:...`` of the unpacked file. Empty for a zstd file, which is not unpacked here."""
     data: bytes | None
-    """Its bytes if it may be JSON."""
+    """The bytes of the file if it may be JSON, else None."""
 
     def document(self) -> bytes | None:
-        """Return its bytes. None if it has more than `MAX_JSON_BYTES`."""
+        """Return the bytes of the file, or None if it cannot be JSON."""
         return self.data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """An archive that was read to its end."""
+    """The result of reading an archive to its end: digests and the image."""
 
     sha256: str
     size_bytes: int
     image: SelectedImage[HashedFile] | None
     wrong_blobs: tuple[str, ...]
-    """Blobs whose bytes do not have the digest in their name."""
+    """Names of blobs whose digest differs from the digest in their name."""
     problem: str
-    """Why there is no `image`; empty otherwise."""
+    """Why `image` is None. Empty if there is an image."""
 
 
 def archive_compression(path: Path) -> Compress | None:
-    """Return how the archive `path` is compressed, ``"none"`` for a plain tar, or None if it is no archive.
+    """Return how the archive `path` is compressed, or None if the file is not an archive.
+
+    The result for a plain tar is ``"none"``.
 
     Raises
     ------
@@ -448,7 +460,7 @@ def archive_compression(path: Path) -> Compress | None:
 
 
 def hash_file(path: Path, *, report: Reporter) -> str:
-    """Return the hex digest of the whole file."""
+    """Return the sha256 of the whole file in hex."""
     with files.open_regular(path, buffering=0) as file:
         return files.sha256(file, 0, path.stat().st_size, advance=report.advance)
 
@@ -456,18 +468,18 @@ def hash_file(path: Path, *, report: Reporter) -> str:
 def digest_archive(
     path: Path, *, compress: Compress, report: Reporter, unpack_limit_bytes: int | None = None
 ) -> Contents:
-    """Read the archive `path` once, hash it and the files in it, and find its image.
+    """Read the archive `path` once, compute the digests of the archive and its files, and find its image.
 
-    A damaged archive is read to its end, too, since its digest says whether the copy or the original is at
-    fault. Nothing is written: a login node may have no room for the content of a compressed archive.
+    Even a damaged archive is read to its end. Its digest shows whether the original is damaged or only this
+    copy. Nothing is written to disk, because a login node may have no space for an unpacked archive.
 
     Returns
     -------
-    The digests, and the image. If there is none, `Contents.problem` says why.
+    The digests and the image. If no image was found, `Contents.problem` says why.
 
     Raises
     ------
-    ToolMissing : the archive is compressed with zstd, and there is no program ``zstd``.
+    ToolMissing : the archive is compressed with zstd, and the program ``zstd`` is missing.
     """
     where = str(path)
     total = path.stat().st_size
@@ -501,7 +513,7 @@ def digest_archive(
             problem = error.what
             if error.where not in (None, where):
                 problem = f"{error.where}: {problem}"
-        # Read the rest: `digest` is that of the whole file.
+        # After an error, read the rest of the file, so that `digest` is complete.
         for _ in raw:
             pass
     return Contents(
@@ -514,7 +526,7 @@ def digest_archive(
 
 
 def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
-    """Return the names of blobs whose bytes do not have the digest in their name."""
+    """Return the names of blobs whose digest differs from the digest in their name."""
     wrong_blobs = []
     for name in sorted(members.files | members.links):
         file = members.find(name)
@@ -524,9 +536,9 @@ def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
 
 
 class _MemberHasher:
-    """Hashes every file of an archive, and keeps the content of files that may be JSON.
+    """Computes the digests of all files of an archive, and keeps the content of files that may be JSON.
 
-    `chunks` are the unpacked bytes of the archive. `allowance` limits what its layers may unpack to.
+    `chunks` are the unpacked bytes of the archive. `allowance` limits the size of its unpacked layers.
     """
 
     def __init__(self, chunks: Iterator[bytes], allowance: Allowance, where: str) -> None:
@@ -540,19 +552,19 @@ class _MemberHasher:
 
         Raises
         ------
-        CheckFailed : the archive is damaged, or has more JSON than fits into memory.
+        CheckFailed : the archive is damaged, or its JSON files exceed the limit for the memory.
         """
         members = read_members(self._stream, self._hash_member, where=self._where)
         self._stream.drain()
         return members
 
     def _hash_member(self, member: Member) -> HashedFile:
-        """Return the digests of the file `member`, and its content if that may be JSON."""
-        pieces = self._stream.body()
-        # The first piece may be too short to tell the compression.
+        """Return the digests of the file `member`, and its content if it may be JSON."""
+        chunks = self._stream.body()
+        # The compression is known after 4 bytes, but the first chunk may be shorter.
         start = b""
         while len(start) < min(_MAGIC_BYTES, member.size_bytes):
-            start += next(pieces)
+            start += next(chunks)
         may_be_json = member.size_bytes <= MAX_JSON_BYTES and _begins_as_json(start)
         if may_be_json:
             self._json_bytes += member.size_bytes
@@ -563,7 +575,7 @@ class _MemberHasher:
                     hint="do not use the archive if you do not know its author",
                 )
         return _hash_file(
-            itertools.chain([memoryview(start)], pieces),
+            itertools.chain([memoryview(start)], chunks),
             compressed.compression_of(start),
             self._allowance,
             name=member.name,
@@ -573,21 +585,22 @@ class _MemberHasher:
 
 def _begins_as_json(start: bytes) -> bool:
     """Return whether a file that begins with `start` may be a JSON object or list."""
+    # If `start` has only spaces or is empty, the JSON may follow.
     return start.lstrip()[:1] in (b"", b"{", b"[")
 
 
 def _hash_file(
     pieces: Iterable[memoryview], compress: Compress, allowance: Allowance, *, name: str, is_kept: bool
 ) -> HashedFile:
-    """Return the digest of a file as it lies in the archive, and the digest of its unpacked bytes.
+    """Return the digest of a file as it is stored, and the digest of its unpacked bytes.
 
     Parameters
     ----------
-    pieces : the bytes of the file.
-    compress : how the file is compressed. A zstd file is not unpacked, and has no second digest.
-    allowance : limits how many bytes may come out.
-    name : the file's name, for messages.
-    is_kept : keep the bytes, too, because the file may be JSON.
+    pieces : the bytes of the file, in chunks.
+    compress : how the file is compressed. A zstd file is not unpacked, so it has no second digest.
+    allowance : limits the number of unpacked bytes.
+    name : name of the file, for messages.
+    is_kept : whether the result includes the bytes, because the file may be JSON.
     """
     stored = hashlib.sha256()
     unpacked = hashlib.sha256()

@@ -1,7 +1,8 @@
-"""The two small files beside an archive, ``X.tar.sha256`` and ``X.tar.manifest.json``. Standard library.
+"""Read and write the two small files beside an archive, ``X.tar.sha256`` and ``X.tar.manifest.json``.
 
-Three files cannot change in one step. So a save removes the old checksum first and writes the new one last: a
-manifest without a checksum says at any moment that a save has not come to its end.
+An archive and its two files cannot be replaced in one step. So a save first removes the old checksum file,
+and writes the new one last. If there is a manifest file but no checksum file, a save was interrupted. The
+module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _CHECKSUM_LINE = re.compile(r"(?P<digest>[0-9a-f]{64}) [ *](?P<name>.+)")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedImage:
-    """The saved image, as the engine shows it."""
+    """The saved image, as the engine describes it."""
 
     id: str
     """``sha256:...``"""
@@ -47,7 +48,7 @@ class SavedImage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedArchive:
-    """The archive file."""
+    """The archive file that was saved."""
 
     name: str
     size_bytes: int
@@ -57,22 +58,22 @@ class SavedArchive:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sidecar:
-    """Content of ``X.tar.manifest.json``."""
+    """Content of the manifest file ``X.tar.manifest.json``."""
 
     image: SavedImage
     archive: SavedArchive
     system: SystemFacts | None
-    """The facts baked into the image; None for an image that imgkit did not build."""
+    """Facts about the target system that imgkit wrote into the image. None if imgkit did not build it."""
     manifest: Manifest | None
 
 
 def sha256_path(archive: Path) -> Path:
-    """Return the checksum file of `archive`, in ``sha256sum``'s format."""
+    """Return the path of the checksum file of `archive`, which has the format of ``sha256sum``."""
     return archive.with_name(archive.name + ".sha256")
 
 
 def json_path(archive: Path) -> Path:
-    """Return the manifest file of `archive`."""
+    """Return the path of the manifest file of `archive`."""
     return archive.with_name(archive.name + ".manifest.json")
 
 
@@ -80,32 +81,33 @@ def json_path(archive: Path) -> Path:
 def replace_around(sidecar: Sidecar, archive: Path) -> Iterator[None]:
     """Replace the two files beside `archive`. The ``with`` block must rename the new archive into place.
 
-    Before the block, the old checksum is removed and the new manifest written; after it, the new checksum is
-    written. If the process dies in between, the missing checksum says that the save is incomplete.
+    Before the block, the old checksum file is removed and the new manifest file is written. After the block,
+    the new checksum file is written. If the process dies in between, the missing checksum file shows that the
+    save is incomplete.
 
     Raises
     ------
-    OSError : one of the files cannot be written. Unless nothing has changed yet, `describe_incomplete` then
-        says how to repair the archive.
+    OSError : one of the files cannot be written. If something has already changed, `describe_incomplete` says
+        how to repair the archive.
     """
-    # First: a manifest without a checksum counts as an unfinished save.
+    # Remove the checksum first. From now on, the save counts as incomplete.
     files.remove_file(sha256_path(archive))
     files.write_file(json_path(archive), to_json(sidecar))
     yield
-    # Last: from now on the archive counts as complete.
+    # Write the checksum last. From now on, the save counts as complete.
     files.write_file(sha256_path(archive), f"{sidecar.archive.sha256}  {sidecar.archive.name}\n")
 
 
 def describe_incomplete(archive: Path, sha256: str, sidecar: Sidecar) -> tuple[str, str]:
-    """Return a sentence on what an interrupted save has left, and the command that repairs it.
+    """Return a sentence about what an interrupted save has left, and the command that repairs it.
 
-    Either the archive is the new one and only its checksum file is missing, or the archive is still the old
-    one and must be saved again. The digest in the manifest file tells.
+    There are two cases. If the archive has the digest in the manifest file, it is new, and only its checksum
+    file is missing. Otherwise the archive is still the old one, and must be saved again.
 
     Parameters
     ----------
     archive : the archive, which has no checksum file.
-    sha256 : the digest of its present bytes.
+    sha256 : the digest of its current bytes.
     sidecar : the content of its manifest file.
     """
     name = shlex.quote(archive.name)
@@ -118,10 +120,10 @@ def describe_incomplete(archive: Path, sha256: str, sidecar: Sidecar) -> tuple[s
 
 
 def to_json(sidecar: Sidecar) -> str:
-    """Return the text of the manifest file. The same value gives the same text."""
+    """Return the text of the manifest file. Equal values give equal texts."""
     system = None
     manifest = None
-    # Both are files in the image, too. They are stored here as the same JSON objects.
+    # The image contains both as files. Here, the same JSON objects are stored.
     if sidecar.system:
         system = json_text.parse(systems.to_json(sidecar.system))
     if sidecar.manifest:
@@ -137,11 +139,11 @@ def to_json(sidecar: Sidecar) -> str:
 
 
 def from_json(text: str, *, where: str) -> Sidecar:
-    """Parse the text of a manifest file, which `to_json` wrote. `where` is the file's path, for messages.
+    """Parse the text of a manifest file that `to_json` wrote. `where` is the file's path, for messages.
 
     Raises
     ------
-    UsageError : the text is not such a file, or a later version of imgkit wrote it.
+    UsageError : the text is not that of a manifest file, or a later version of imgkit wrote it.
     """
     try:
         document: dict[str, Any] = json_text.parse(text)
@@ -150,7 +152,7 @@ def from_json(text: str, *, where: str) -> Sidecar:
                 "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
             )
         json_text.unseal(document)
-        # An unknown key of a later version would be lost when this version writes the file again.
+        # Refuse unknown keys: they would be lost when this version of imgkit writes the file again.
         if document.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(document)}")
         return _parse_document(document)
@@ -161,11 +163,11 @@ def from_json(text: str, *, where: str) -> Sidecar:
 
 
 def _parse_document(document: dict[str, Any]) -> Sidecar:
-    """Return the sidecar, the content of a manifest file, from the JSON object in it.
+    """Convert `document`, the JSON object in a manifest file, to a `Sidecar`.
 
     Raises
     ------
-    ValueError, KeyError, TypeError : a value is missing or wrong.
+    ValueError, KeyError, TypeError : a value is missing or has a wrong type.
     """
     image = json_text.build_value(SavedImage, document["image"], "image", closed=True)
     archive = json_text.build_value(SavedArchive, document["archive"], "archive", closed=True)
@@ -179,11 +181,11 @@ def _parse_document(document: dict[str, Any]) -> Sidecar:
 
 
 def read_sidecar(archive: Path) -> Sidecar | None:
-    """Return the manifest beside `archive`, or None if there is none.
+    """Return the content of the manifest file beside `archive`, or None if there is no such file.
 
     Raises
     ------
-    UsageError : it is there but cannot be read.
+    UsageError : the file exists but cannot be read.
     """
     path = json_path(archive)
     text = _read_text(path, "sidecar")
@@ -197,7 +199,7 @@ def read_sha256(archive: Path) -> str | None:
 
     Raises
     ------
-    UsageError : the file has no line for `archive` in ``sha256sum``'s format.
+    UsageError : the file has no line for `archive` in the format of ``sha256sum``.
     """
     path = sha256_path(archive)
     text = _read_text(path, "checksum")
@@ -205,6 +207,7 @@ def read_sha256(archive: Path) -> str | None:
         return None
     for line in text.split("\n"):
         match = _CHECKSUM_LINE.fullmatch(line)
+        # `sha256sum` writes the path that was on its command line, which may include folders.
         if match and Path(match["name"]).name == archive.name:
             return match["digest"]
     raise UsageError(
@@ -213,7 +216,7 @@ def read_sha256(archive: Path) -> str | None:
 
 
 def _read_text(path: Path, noun: str) -> str | None:
-    """Return the text of `path`, or None if it does not exist. `noun` is what messages call the file."""
+    """Return the text of `path`, or None if it does not exist. Messages call the file `noun`."""
     try:
         return files.read_text(path)
     except FileNotFoundError:

@@ -1,11 +1,12 @@
-"""The image of a plain archive or an OCI folder where it lies: nothing is copied, a layer can be read twice.
+"""Read an image directly from a plain archive or an OCI folder, without copying its layers.
 
-A layer is a range of bytes of a file. Its headers are read by seeking from one to the next, and
-`layers.scan_layers` computes its digest meanwhile. Compressed layers are unpacked once, several at a time,
-into a `Spool`. Without room for one, they are unpacked at each reading.
+A layer is a range of bytes in a file, so it can be read twice. Its headers are read by seeking from one
+header to the next. Meanwhile, threads of `layers.scan_layers` compute its digest. Compressed layers are
+unpacked once into a `Spool` (a folder for temporary files), several layers at a time. If the disk has too
+little space for a spool, a compressed layer is unpacked each time it is read.
 
-Threads help: zlib, digests and writes let other threads run. The files of a spool are never flushed to the
-disk, and a small image never leaves the memory for files.
+Threads save time because zlib, digests and writes release Python's global lock (GIL). The files of a spool
+are never flushed to disk, so those of a small image stay in the page cache of the system.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
 
 _Chunk = TypeVar("_Chunk", bytes, memoryview, "bytes | memoryview")
 _HEADER_BYTES = 64 << 10
-"""Read at once where only headers count, and the rest is passed over."""
-# Enough to tell how a layer is compressed.
+"""Number of bytes to read at once if only headers are needed and file contents are skipped."""
+# Enough bytes to recognize the compression of a layer.
 _MAGIC_BYTES = 8
 
 
@@ -44,21 +45,21 @@ class Region:
     start: int
     size_bytes: int
     known_sha256: str = field(default="", compare=False)
-    """Hex digest of the bytes if it has been computed; else empty."""
+    """Hex digest of the bytes if it is already known, else empty."""
 
     def chunks(self, chunk_bytes: int) -> FileChunks:
-        """Open the file, and return an iterator over the bytes, at most `chunk_bytes` at a time."""
+        """Open the file, and return an iterator over the bytes of the region, in chunks of `chunk_bytes`."""
         return FileChunks(self.path, chunk_bytes=chunk_bytes, start=self.start, size_bytes=self.size_bytes)
 
     def document(self) -> bytes | None:
-        """Return the bytes, or None if there are more than `MAX_JSON_BYTES`, too many for a JSON file."""
+        """Return the bytes of the region, or None if it is larger than a JSON file may be."""
         if self.size_bytes > MAX_JSON_BYTES:
             return None
         with contextlib.closing(self.chunks(MAX_JSON_BYTES)) as chunks:
             return b"".join(chunks)
 
     def sha256(self) -> str:
-        """Return the hex digest of the bytes."""
+        """Return the sha256 of the region in hex."""
         if self.known_sha256:
             return self.known_sha256
         digest = hashlib.sha256()
@@ -70,33 +71,33 @@ class Region:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayer:
-    """One layer. ``open`` begins a new walk over its members."""
+    """A layer of an image in a file. It can be read several times."""
 
     region: Region
     diff_id: str
-    """``sha256:...`` of its plain bytes."""
+    """``sha256:...`` of the uncompressed layer."""
     name: str
-    """What messages call it."""
+    """Name of the layer in messages."""
     compress: Compress
 
     @contextlib.contextmanager
     def open(self, *, bodies: bool) -> Iterator[TarStream]:
         """Yield an iterator over the members of the layer.
 
-        Without `bodies`, the caller wants the headers alone, and the content of files is jumped over. A
-        compressed layer must be unpacked to its end all the same.
+        If `bodies` is false, the caller needs only the headers, and the contents of files are skipped. A
+        compressed layer must be unpacked to its end in any case.
         """
         if self.compress != "none":
             with contextlib.closing(self.plain()) as plain:
                 yield TarStream(plain, name=self.name)
             return
-        # For headers alone, a large chunk would read most bodies together with the header before them.
+        # If only headers are needed, small chunks are better: a large chunk would also read most bodies.
         chunk_bytes = CHUNK_BYTES if bodies else _HEADER_BYTES
         with contextlib.closing(self.region.chunks(chunk_bytes)) as chunks:
             yield TarStream(chunks, name=self.name, jump=chunks.skip)
 
     def plain(self, allowance: Allowance | None = None) -> Generator[bytes, None, None]:
-        """Yield its unpacked bytes. `allowance` limits those of a compressed layer."""
+        """Yield the unpacked bytes of the layer. `allowance` limits the bytes of a compressed layer."""
         with contextlib.closing(self.region.chunks(CHUNK_BYTES)) as packed:
             yield from compressed.unpack_chunks(packed, self.compress, name=self.name, allowance=allowance)
 
@@ -110,28 +111,28 @@ def hash_chunks(chunks: Iterable[_Chunk], digest: _Hash) -> Iterator[_Chunk]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredImage:
-    """An image whose layers can be read where they are."""
+    """An image whose layers can be read directly from their files."""
 
     selected: SelectedImage[Region]
     layers: tuple[StoredLayer, ...]
-    """The lowest first."""
+    """The layers, lowest first."""
     where: str
 
     @property
     def stored_bytes(self) -> int:
-        """Size of the layers as they lie there, compressed or not."""
+        """Total size of the layers as they are stored, compressed or not."""
         return sum(layer.region.size_bytes for layer in self.layers)
 
     @property
     def packed_bytes(self) -> int:
-        """Size of the layers that are compressed."""
+        """Total stored size of the compressed layers."""
         return sum(layer.region.size_bytes for layer in self.layers if layer.compress != "none")
 
     def refuse_other_digest(self, number: int, sha256: str) -> None:
-        """Raise CheckFailed if a layer is damaged.
+        """Raise CheckFailed if the digest of a layer differs from the one in the image's configuration.
 
-        `number` counts layers from 1, and `sha256` is the digest of the layer's unpacked bytes, in hex. The
-        image's configuration states the digest that it should have.
+        `number` is the number of the layer, counted from 1. `sha256` is the digest of its unpacked bytes, in
+        hex.
         """
         expected = self.layers[number - 1].diff_id.removeprefix("sha256:")
         if sha256 != expected:
@@ -153,14 +154,14 @@ def open_archive(
 ) -> Iterator[StoredImage]:
     """Yield the image of the archive or OCI folder `path`.
 
-    A compressed archive is first unpacked to a file in `folder`, which is removed when the block ends.
-    `advance` gets the number of bytes unpacked so far.
+    A compressed archive is first unpacked to a file in `folder`. The file is removed at the end of the block.
+    `advance` receives the number of bytes unpacked so far.
 
     Raises
     ------
     CheckFailed : the archive is damaged, or unpacks to more than `unpack_limit_bytes`.
-    UsageError : it has several images or none, or is no image archive at all.
-    ToolMissing : it is compressed with zstd, and there is no program ``zstd``.
+    UsageError : the archive has several images or none, or is not an image archive.
+    ToolMissing : the archive is compressed with zstd, and the program ``zstd`` is missing.
     """
     if path.is_dir() or compressed.detect_compression(path) == "none":
         yield open_image(path)
@@ -177,14 +178,16 @@ def open_archive(
 def spool_archive(
     chunks: Iterator[bytes], path: Path, *, where: str, advance: Callable[[int], None]
 ) -> StoredImage:
-    """Write the uncompressed archive that comes in `chunks` to `path`, and return the image in it.
+    """Write an uncompressed archive to `path`, and return the image in it.
 
-    Every file in the archive is hashed on the way, so that no layer has to be read again for its digest.
+    The digest of every file in the archive is computed at the same time. So no layer has to be read again for
+    its digest.
 
     Parameters
     ----------
-    where : the archive's name, for messages.
-    advance : gets the number of bytes so far.
+    chunks : the bytes of the archive.
+    where : the name of the archive, for messages.
+    advance : receives the number of bytes written so far.
 
     Raises
     ------
@@ -195,8 +198,8 @@ def spool_archive(
 
         def hash_member(member: Member) -> Region:
             digest = hashlib.sha256()
-            for piece in stream.body():
-                digest.update(piece)
+            for chunk in stream.body():
+                digest.update(chunk)
             return Region(
                 path=path,
                 start=member.offset,
@@ -205,16 +208,17 @@ def spool_archive(
             )
 
         members = read.read_members(stream, hash_member, where=where)
+        # Bytes after the last member are written to the file, too, and the sender can finish.
         stream.drain()
     return _make_image(read.select_image(members.find, where=where), where)
 
 
 def _write_chunks(chunks: Iterator[bytes], file: BinaryIO, advance: Callable[[int], None]) -> Iterator[bytes]:
-    """Write `chunks` to `file` and yield them unchanged. `advance` gets the number of bytes so far.
+    """Write `chunks` to `file`, and yield them unchanged. `advance` receives the number of bytes so far.
 
     Raises
     ------
-    OSError : the disk is full or fails. The message says how much of the image was written.
+    OSError : the disk is full or has failed. The message says how much of the image was written.
     """
     written_bytes = 0
     for chunk in chunks:
@@ -234,8 +238,8 @@ def open_image(path: Path) -> StoredImage:
 
     Raises
     ------
-    CheckFailed : the archive is damaged, or its configuration lists other layers than it has.
-    UsageError : it has several images or none, or is no image archive at all.
+    CheckFailed : the archive is damaged, or its configuration lists another number of layers.
+    UsageError : the archive has several images or none, or is not an image archive.
     """
     where = str(path)
     select = _select_in_folder if path.is_dir() else _select_in_archive
@@ -243,11 +247,11 @@ def open_image(path: Path) -> StoredImage:
 
 
 def _make_image(selected: SelectedImage[Region], where: str) -> StoredImage:
-    """Return the image with the selected layers. `where` is its name in messages.
+    """Return the image with the layers of `selected`. `where` is the name of the archive in messages.
 
     Raises
     ------
-    CheckFailed : its configuration lists other layers.
+    CheckFailed : the configuration has a wrong digest, or lists another number of layers.
     """
     selected.refuse_problems(where)
     regions = [region for _, region in selected.layers]
@@ -292,20 +296,20 @@ def _select_in_folder(path: Path, where: str) -> SelectedImage[Region]:
 
 
 class NoRoom(Exception):
-    """The unpacked layers need more disk space than a `Spool` may take. Its files are incomplete then."""
+    """The unpacked layers need more disk space than a `Spool` may use. Its files are then incomplete."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Spool:
-    """A folder for temporary files with unpacked layers, which may take `room_bytes` together.
+    """Temporary files with unpacked layers in a folder. Together they may have `room_bytes`.
 
-    The files are removed at the end of its ``with`` block.
+    A `Spool` is used in a ``with`` statement, which removes the files at the end.
     """
 
     folder: Path
     room_bytes: int
     advance: Callable[[int], None] = lambda _: None
-    """Gets the number of unpacked bytes so far, for a progress display."""
+    """A function that receives the number of unpacked bytes so far, for a progress display."""
     _paths: list[Path] = field(default_factory=list)
     _is_stopped: bool = False
 
@@ -317,15 +321,15 @@ class Spool:
             path.unlink(missing_ok=True)
 
     def stop(self) -> None:
-        """Make every `unpack` end early, because nobody needs the rest."""
+        """Make all running calls of `unpack` end early, because their results are no longer needed."""
         self._is_stopped = True
 
     def unpack(self, layer: StoredLayer, allowance: Allowance) -> tuple[StoredLayer, str]:
-        """Unpack `layer` to a new file. Threads may call this for several layers at once.
+        """Unpack `layer` to a new file. Several threads may call this method for different layers.
 
         Returns
         -------
-        The layer as an uncompressed one in the new file, and the sha256 of its unpacked bytes.
+        The layer that can be read uncompressed from the new file, and the sha256 of its unpacked bytes.
 
         Raises
         ------
@@ -344,7 +348,8 @@ class Spool:
                 for chunk in chunks:
                     if self._is_stopped:
                         break
-                    # Not `size_bytes`: the allowance counts the bytes of all layers, in all threads.
+                    # `allowance` counts the bytes of all layers in all threads, `size_bytes` only this
+                    # layer's.
                     self.advance(allowance.unpacked_bytes)
                     if allowance.unpacked_bytes > self.room_bytes:
                         raise NoRoom
@@ -354,7 +359,7 @@ class Spool:
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            # The disk is full within `room_bytes`: another program writes to it, too.
+            # The disk is full before `room_bytes` are used, because another program also writes to it.
             raise NoRoom from error
         region = Region(path=path, start=0, size_bytes=size_bytes)
         return replace(layer, region=region, compress="none"), digest.hexdigest()

@@ -1,11 +1,13 @@
-"""Walk over a tar once, forward only, in bounded memory: the one walk for everything that reads archives.
+"""Read a tar once, from the beginning to the end, in limited memory. imgkit reads all archives with this.
 
-Python's tarfile takes twice as long per member (46 us against 24 us, Python 3.11), reads an extended header
-of any size into memory, cannot hand headers through unchanged, and believes what an archive says. This walk
-keeps raw headers to pass them on, and refuses what is beyond its `TarLimits`.
+Python's tarfile is not suitable. It takes twice as long per member (46 us against 24 us, Python 3.11), reads
+extended headers of any size into memory, cannot return headers unchanged, and trusts what an archive says.
+This module keeps the raw headers, so that they can be written again, and refuses archives beyond its
+`TarLimits`.
 
-The formats are POSIX ustar and pax, and GNU's, as GNU tar's manual describes them in "Tar Internals". Readers
-differ in what they make of a wrong header, so this one refuses it: what parses a header raises ValueError.
+The supported formats are POSIX ustar and pax, and GNU's formats, which GNU tar's manual describes in "Tar
+Internals". Programs interpret a wrong header in different ways, so this module refuses it. Functions that
+parse a header raise ValueError.
 """
 
 from __future__ import annotations
@@ -25,26 +27,26 @@ from imgkit_entrypoints.errors import CheckFailed
 
 _PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK = b"x", b"g", b"L", b"K"
 _EXTENDED_KINDS = (_PAX, _PAX_GLOBAL, _GNU_NAME, _GNU_LINK)
-# What is read at once where only headers count. Most bodies are larger, and are passed over.
+# Bytes to read at once if only headers are needed. Most bodies are larger, and are skipped.
 _READ_BYTES = 16 << 10
 _HOLE = memoryview(bytes(64 << 10))
-"""The zeros of a hole in a sparse file. A larger hole is yielded in pieces of this size."""
+"""Zeros for the holes of sparse files. A larger hole is yielded in several chunks of this size."""
 
 BLOCK_BYTES = 512
 _ZEROS = bytes(BLOCK_BYTES)
 REGULAR, HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO = (b"%d" % kind for kind in range(7))
 _GNU_SPARSE = b"S"
 WHITEOUT, OPAQUE, AUFS = ".wh.", ".wh..wh..opq", ".wh..wh."
-"""Names of the marks in a layer: ``.wh.a`` deletes ``a`` of the layers below, ``.wh..wh..opq`` empties its
-folder, and other names that begin with ``.wh..wh.`` belong to the file system AUFS."""
+"""Names of special files in a layer. ``.wh.a`` deletes ``a`` of the layers below. ``.wh..wh..opq`` deletes
+everything in its folder. Other names that begin with ``.wh..wh.`` belong to the file system AUFS."""
 XATTR = "SCHILY.xattr."
-"""Start of the names of pax records that hold extended attributes."""
+"""Prefix in the names of pax records that contain extended attributes."""
 CAPABILITY = "security.capability"
-"""The only extended attribute that all engines store and export, so imgkit writes no other one."""
+"""The only extended attribute that all engines store and export. imgkit writes no other attribute."""
 
 _REGULAR_KINDS = (b"0", b"\0", b"7", _GNU_SPARSE)
 _BODILESS_KINDS = (HARD_LINK, SYMLINK, CHARACTER, BLOCK, DIRECTORY, FIFO)
-# The fields of a ustar header. GNU's has times and the map of a sparse file in the place of the prefix.
+# The fields of a ustar header. A GNU header has times and the map of a sparse file in place of the prefix.
 _NAME = slice(0, 100)
 _MODE = slice(100, 108)
 _UID = slice(108, 116)
@@ -55,12 +57,13 @@ _CHECKSUM = slice(148, 156)
 _KIND = slice(156, 157)
 _LINK = slice(157, 257)
 MAGIC = slice(257, 263)
-"""The mark: ``ustar`` and a zero byte in POSIX's form, ``ustar`` and a space in GNU's."""
+"""The magic bytes: ``ustar`` and a zero byte in POSIX's format, ``ustar`` and a space in GNU's."""
 _MAJOR = slice(329, 337)
 _MINOR = slice(337, 345)
 _PREFIX = slice(345, 500)
-# A sparse file in the old GNU format has the first 4 parts of its map in the header, behind them a byte that
-# says whether a block with 21 more follows, and the size of the file. A part is two numbers of 12 bytes.
+# The map of a sparse file in the old GNU format begins in the header with 4 parts. Then follow a byte that
+# says whether a block with 21 more parts comes next, and the size of the file. A part is two numbers of 12
+# bytes.
 _OLD_MAP = slice(386, 482)
 _OLD_MAP_GOES_ON = 482
 _OLD_CONTENT_SIZE = slice(483, 495)
@@ -68,72 +71,80 @@ _OLD_MAP_IN_BLOCK = slice(0, 504)
 _OLD_MAP_GOES_ON_IN_BLOCK = 504
 _OLD_PART = struct.Struct("12s12s")
 CHECKSUM_AS_SPACES = 8 * 0x20
-"""The checksum counts its own field of 8 bytes as spaces."""
+"""The checksum of a header is computed as if its own field of 8 bytes contained spaces."""
 
 _OCTAL = re.compile(rb"[0-7]{1,22}")
 _DECIMAL = re.compile(rb"[0-9]{1,19}")
 _RECORD_LENGTH = re.compile(rb"(?P<digits>[0-9]{1,10}) ")  # of a pax record, which is smaller than 1 MiB
 _TIME = re.compile(rb"(-?[0-9]{1,19})(\.[0-9]*)?")
-# No file and no time can be larger.
+# The largest size and time that Linux supports.
 _MAX_NUMBER = (1 << 63) - 1
 _MAX_NAME_BYTES = 4096
-"""Linux takes no longer path."""
+"""The longest path that Linux accepts."""
 
 
 class _ExtendedHeaders(NamedTuple):
-    """The extended headers before a member's own header, which hold what does not fit there."""
+    """The extended headers before a member's own header. They contain values that do not fit into it."""
 
     pax: Mapping[str, bytes] = {}
     """Records of a pax header. They replace fields of the member's header."""
     gnu_name: bytes | None = None
-    """A long name in GNU's form."""
+    """A long name in GNU's format."""
     gnu_link: bytes | None = None
-    """A long link target in GNU's form."""
+    """A long link target in GNU's format."""
     blocks: tuple[bytes, ...] = ()
-    """All of them as they are in the archive, so that the member can be written again unchanged."""
+    """All extended headers as raw bytes, so that the member can be written again unchanged."""
     counted_bytes: int = 0
-    """Their size as far as `TarLimits.header_bytes` limits it."""
+    """Size of the extended headers, which `TarLimits.header_bytes` limits."""
 
 
 _NO_EXTENDED_HEADERS = _ExtendedHeaders()
 Sparse = tuple[tuple[int, int], ...]
-"""Offset and size in bytes of each part of a sparse file that the archive holds, in their order."""
+"""Offset and size in bytes of each part of a sparse file that is stored in the archive, in order."""
 
 
 class _SparseMap(NamedTuple):
-    """The map of a sparse file: it says which parts of the file are in the archive; the rest is zeros."""
+    """The map of a sparse file. It lists the parts that are in the archive. The rest of the file is zeros."""
 
     content_bytes: int
-    """Size of the file, with its holes."""
+    """Size of the file, including its holes."""
     numbers: list[int]
-    """Offset and size of the first part, then of the second: ``[0, 512, 4096, 512]``."""
+    """Offset and size of the first part, then of the second part: ``[0, 512, 4096, 512]``."""
     blocks: list[bytes]
-    """The blocks of the archive that hold the map; none if it is in the header."""
+    """The blocks of the archive that contain the map. Empty if the map is in the header."""
     body_bytes: int
-    """Size of the parts, which follow these blocks."""
+    """Total size of the parts, which follow the blocks in the archive."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarLimits:
-    """How much memory and disk a tar may demand. A hostile archive of a few kB could ask for terabytes."""
+    """Limits for the memory and disk space that a tar needs.
+
+    Without limits, a hostile archive of a few kB could need terabytes.
+    """
 
     entries: int = 5_000_000
-    """Members, without their extended headers."""
+    """Number of members, not counting extended headers."""
     header_bytes: int = 1 << 20
-    """Extended headers before one member, or its map where it is sparse."""
+    """Size of the extended headers before one member, or of the map of a sparse file."""
     hole_bytes: int = 10**11
-    """Sum of the zeros in sparse files, which are in the files and not in the archive."""
+    """Total size of the holes in sparse files. A hole is zeros that the archive does not contain."""
 
 
 class TarStream:
-    """Iterates over the members of a tar that comes in `chunks`, and skips a body that nobody reads.
+    """Iterates over the members of a tar, whose bytes come from the iterator `chunks`.
 
-    ``jump(count)`` moves `chunks` forward by `count` bytes without reading them, as a file can. Without it,
-    bodies are read and thrown away.
+    The caller may read the content of the current member. Otherwise the content is skipped.
+
+    Parameters
+    ----------
+    name : name of the tar, for messages.
+    jump : a function that moves `chunks` forward by a number of bytes without reading them, as is possible in
+        a file. Without it, the bytes of skipped contents are read and dropped.
 
     Raises
     ------
-    CheckFailed : (while iterating) not a tar, damaged, cut short, or beyond `limits`; `where` is `name`.
+    CheckFailed : (while iterating) the bytes are not a tar, are damaged or cut short, or exceed `limits`.
     """
 
     def __init__(
@@ -153,10 +164,10 @@ class TarStream:
         self._unread = 0
         self._padding = 0
         self.position = 0
-        """Bytes consumed."""
+        """Number of bytes read or skipped so far."""
 
     def __iter__(self) -> Iterator[Member]:
-        number = 0
+        member_count = 0
         hole_bytes = 0
         while True:
             self._skip_rest()
@@ -166,9 +177,9 @@ class TarStream:
                 raise self._damage_error(str(error)) from None
             if member is None:
                 return
-            number += 1
+            member_count += 1
             hole_bytes += member.content_bytes - member.size_bytes
-            if number > self._limits.entries:
+            if member_count > self._limits.entries:
                 raise self._limit_error(f"it has more than {self._limits.entries} entries")
             if hole_bytes > self._limits.hole_bytes:
                 raise self._limit_error(
@@ -180,11 +191,11 @@ class TarStream:
             yield member
 
     def body(self) -> Iterator[memoryview]:
-        """Yield the current member's bytes as they lie in the archive."""
+        """Yield the bytes of the current member as they are in the archive, without holes."""
         return self._read_pieces(self._unread)
 
     def content(self) -> Iterator[memoryview]:
-        """Yield the current file's bytes. Where it is sparse, there are zeros between those of its body."""
+        """Yield the content of the current file. The holes of a sparse file are filled with zeros."""
         member = self._member
         if member is None or member.sparse is None:
             yield from self.body()
@@ -192,15 +203,15 @@ class TarStream:
         yield from fill_holes(member.sparse, member.content_bytes, self._read_pieces)
 
     def drain(self) -> None:
-        """Read what follows the end: a sender fails if nobody reads its last bytes."""
+        """Read the rest of the stream, because a sender may fail if its last bytes are not read."""
         for _ in self._chunks:
             pass
 
-    # The methods below run at least once per member. An image has hundreds of thousands of members, so they
-    # make few calls.
+    # The methods below run at least once per member. An image has hundreds of thousands of members, so these
+    # methods contain few function calls, for speed.
 
     def _read_member(self) -> Member | None:
-        """Read the headers of the next member, and return it. Return None at the end of the archive."""
+        """Read the headers of the next member, and return the member, or None at the end of the archive."""
         extended = _NO_EXTENDED_HEADERS
         header = self._read_header()
         while header is not None and header[_KIND] in _EXTENDED_KINDS:
@@ -215,7 +226,7 @@ class TarStream:
         return self._with_sparse_map(member, sparse_map)
 
     def _read_header(self) -> bytes | None:
-        """Read a block that is a header. Return None for the zeros at the end of the archive."""
+        """Read a header block and check its checksum. Return None for the zeros at the end of the archive."""
         header = self._read_exactly(BLOCK_BYTES)
         if header == _ZEROS:
             return None
@@ -223,17 +234,18 @@ class TarStream:
         return header
 
     def _read_extended_header(self, header: bytes, earlier: _ExtendedHeaders) -> _ExtendedHeaders:
-        """Read the content of an extended header, and return it together with the `earlier` ones.
+        """Read the content of an extended header, and return it together with the `earlier` headers.
 
         Raises
         ------
-        ValueError : all of them are too large. A hostile archive may have such headers without end, to fill
-            the memory.
+        ValueError : the extended headers of this member are too large together. A hostile archive may have
+            endless headers to fill the memory.
         """
         size_bytes = _parse_count(header[_SIZE])
         counted_bytes = earlier.counted_bytes + BLOCK_BYTES + size_bytes
         if counted_bytes > self._limits.header_bytes:
             raise ValueError(f"extended headers of more than {self._limits.header_bytes} bytes")
+        # The content is padded to whole blocks.
         body = self._read_exactly(size_bytes + -size_bytes % BLOCK_BYTES)
         content = body[:size_bytes]
         blocks = (*earlier.blocks, header, body)
@@ -245,14 +257,14 @@ class TarStream:
             return extended._replace(gnu_name=_text_field(content))
         if kind == _GNU_LINK:
             return extended._replace(gnu_link=_text_field(content))
-        # A global pax header: nothing in it is needed.
+        # This is a global pax header. None of its records are needed.
         return extended
 
     def _read_sparse_map(self, member: Member) -> _SparseMap | None:
-        """Read the map of a sparse file, which says where its parts belong and where it has holes.
+        """Read the map of a sparse file, which lists the positions of its parts. The rest are holes.
 
-        GNU tar has three formats: the old one in the header, 0.1 in pax records, and 1.0 at the start of the
-        body. Return None if `member` is not a sparse file.
+        GNU tar stores the map in three formats: the old format in the header, format 0.1 in pax records, and
+        format 1.0 at the start of the body. Return None if `member` is not a sparse file.
         """
         pax = member.pax
         if member.header[_KIND] == _GNU_SPARSE:
@@ -266,7 +278,7 @@ class TarStream:
         if "GNU.sparse.major" in pax:
             content_bytes = _parse_decimal(pax.get("GNU.sparse.realsize"))
             blocks, numbers = self._read_map_in_body(member.size_bytes)
-            # The map is a part of the body in the archive, but not of the file.
+            # In the archive, the body begins with the map. The map is not a part of the file.
             body_bytes = member.size_bytes - len(blocks) * BLOCK_BYTES
             return _SparseMap(content_bytes, numbers, blocks, body_bytes)
         if "GNU.sparse.numblocks" in pax:
@@ -274,7 +286,7 @@ class TarStream:
         return None
 
     def _with_sparse_map(self, member: Member, sparse_map: _SparseMap) -> Member:
-        """Return a copy of the sparse file `member` with its parts, and its size including holes."""
+        """Return a copy of the sparse file `member` with its parts, and with its size including holes."""
         if member.kind != REGULAR:
             raise ValueError("a map of a sparse file before something that is not a file")
         parts = _validate_map(sparse_map.numbers, sparse_map.body_bytes, sparse_map.content_bytes)
@@ -290,11 +302,11 @@ class TarStream:
     def _read_old_map(self, header: bytes) -> tuple[list[bytes], list[int]]:
         """Read the map of a sparse file in the old GNU format.
 
-        The map begins in the `header`, which holds 4 parts, and goes on in blocks of 21 parts behind it.
+        The map begins with 4 parts in the `header`. It continues in blocks of 21 parts after the header.
 
         Returns
         -------
-        The blocks behind the header, and the numbers of the map: offset, size, offset, size, ...
+        The blocks after the header, and the numbers of the map: offset, size, offset, size, ...
         """
         blocks: list[bytes] = []
         table = header[_OLD_MAP]
@@ -306,7 +318,7 @@ class TarStream:
             has_more = block[_OLD_MAP_GOES_ON_IN_BLOCK]
         numbers: list[int] = []
         for offset, size in _OLD_PART.iter_unpack(table):
-            # Unused parts are zero bytes.
+            # An unused part consists of zero bytes.
             if offset.strip(b"\0") or size.strip(b"\0"):
                 numbers += (_parse_count(offset), _parse_count(size))
         return blocks, numbers
@@ -318,7 +330,7 @@ class TarStream:
 
         Returns
         -------
-        The blocks of the map, and the numbers in it without the first: offset, size, offset, size, ...
+        The blocks of the map, and its numbers without the first one: offset, size, offset, size, ...
         """
         block = self._read_map_block([], body_bytes)
         blocks = [block]
@@ -329,33 +341,34 @@ class TarStream:
             block = self._read_map_block(blocks, body_bytes)
             blocks.append(block)
             line_count += block.count(b"\n")
+        # Skip the number of parts, and the padding after the last line.
         lines = b"".join(blocks).split(b"\n")[1:expected_lines]
         return blocks, [_parse_decimal(line) for line in lines]
 
     def _read_map_block(self, blocks: Sequence[bytes], most_bytes: int = _MAX_NUMBER) -> bytes:
-        """Read and return the next block of a sparse file's map. `blocks` have been read before.
+        """Read and return the next block of a sparse file's map. `blocks` are the blocks read before it.
 
         Raises
         ------
-        ValueError : with this block, the map would have more than `most_bytes`, or more than the limit for
-            headers, which protects the memory from hostile archives.
+        ValueError : with this block, the map would be larger than `most_bytes` or than the limit for headers.
+            The limit protects the memory from hostile archives.
         """
         if (len(blocks) + 1) * BLOCK_BYTES > min(most_bytes, self._limits.header_bytes):
             raise ValueError("the map of a sparse file is too long")
         return self._read_exactly(BLOCK_BYTES)
 
     def _read_pieces(self, count: int) -> Iterator[memoryview]:
-        """Yield the next `count` bytes in pieces. The caller may stop early: `_skip_rest` skips the rest."""
+        """Yield the next `count` bytes in chunks. If the caller stops early, `_skip_rest` skips the rest."""
         while count:
-            piece = self._read_some(count)
-            count -= len(piece)
-            self._unread -= len(piece)
-            yield piece
+            chunk = self._read_some(count)
+            count -= len(chunk)
+            self._unread -= len(chunk)
+            yield chunk
 
     def _skip_rest(self) -> None:
-        """Skip what is left of the current member's body, and the zeros that fill its last block."""
+        """Skip the unread bytes of the current member's body, and the zeros that fill its last block."""
         count = self._unread + self._padding
-        # `_pending` is in memory already: only what lies behind it can be jumped over in the file.
+        # The bytes in `_pending` are already in memory. Only the bytes after them can be skipped in the file.
         count_in_file = count - len(self._pending)
         if self._jump is not None and count_in_file > 0:
             self.position += count
@@ -368,31 +381,32 @@ class TarStream:
         self._padding = 0
 
     def _read_some(self, most: int) -> memoryview:
-        """Return at least 1 and at most `most` of the next bytes, as many as are in memory."""
+        """Return the next bytes that are in memory: at least 1, and at most `most`."""
         while not self._pending:
             chunk = next(self._chunks, None)
             if chunk is None:
                 raise self._damage_error("cut short")
+            # Slices of a memoryview do not copy the bytes.
             self._pending = memoryview(chunk)
-        piece = self._pending[:most]
+        available = self._pending[:most]
         self._pending = self._pending[most:]
-        self.position += len(piece)
-        return piece
+        self.position += len(available)
+        return available
 
     def _read_exactly(self, count: int) -> bytes:
-        """Return the next `count` bytes. They may be spread over several chunks.
+        """Return the next `count` bytes, which may be in several chunks.
 
         Raises
         ------
-        CheckFailed : the archive ends before that.
+        CheckFailed : the archive has fewer bytes.
         """
         if count == 0:
             return b""
-        # For speed: most headers lie within one chunk, so that nothing needs to be joined.
-        piece = self._read_some(count)
-        if len(piece) == count:
-            return bytes(piece)
-        data = bytearray(piece)
+        # A shortcut for speed: most headers are in a single chunk, so nothing has to be joined.
+        start = self._read_some(count)
+        if len(start) == count:
+            return bytes(start)
+        data = bytearray(start)
         while len(data) < count:
             data += self._read_some(count - len(data))
         return bytes(data)
@@ -411,13 +425,14 @@ class TarStream:
 def fill_holes(
     sparse: Sparse, content_bytes: int, read_bytes: Callable[[int], Iterator[memoryview]]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a sparse file of `content_bytes`, with zeros between its parts.
+    """Yield the `content_bytes` bytes of a sparse file, with zeros between its parts.
 
-    The archive holds the parts without gaps, and ``read_bytes(count)`` yields the next `count` bytes of them.
-    With `sparse` ``((2, 3),)`` and 6 bytes in all, the result is 2 zeros, 3 bytes of the archive, and 1 zero.
+    In the archive, the parts follow each other without gaps. ``read_bytes(count)`` yields their next `count`
+    bytes. If `sparse` is ``((2, 3),)`` and the file has 6 bytes, the result is 2 zeros, 3 bytes of the
+    archive, and 1 zero.
     """
     position = 0
-    # The empty part at the end makes the loop fill the file with zeros up to its end.
+    # An empty part is added at the end of the file, so that the loop also fills the last hole.
     for offset, size in (*sparse, (content_bytes, 0)):
         while position < offset:
             hole = _HOLE[: offset - position]
@@ -440,7 +455,7 @@ def read_first_file(chunks: Iterator[bytes], *, name: str, most_bytes: int) -> b
 
 
 class FileChunks:
-    """Iterates over the bytes of a file, at most `chunk_bytes` at a time. `skip` jumps over some of them.
+    """Iterates over the bytes of a file, at most `chunk_bytes` at a time. `skip` moves the position forward.
 
     Raises
     ------
@@ -463,7 +478,7 @@ class FileChunks:
         return self
 
     def __next__(self) -> bytes:
-        # `skip` may have led behind the end, and even behind the last position that a file can have.
+        # After `skip`, the position may be after the end, and even too large for `os.pread`.
         if self._position >= self._end:
             raise StopIteration
         count = min(self._chunk_bytes, self._end - self._position)
@@ -477,7 +492,7 @@ class FileChunks:
         return chunk
 
     def skip(self, count: int) -> None:
-        """Pass over `count` bytes, which may be more than the file has."""
+        """Skip `count` bytes. The file may have fewer bytes."""
         self._position += count
 
     def close(self) -> None:
@@ -489,11 +504,11 @@ class FileChunks:
 
 
 def read_headers(path: Path) -> Iterator[Member]:
-    """Yield the members of the plain tar `path`, without reading their content.
+    """Yield the members of the uncompressed tar `path`, without reading their content.
 
     Raises
     ------
-    CheckFailed : not a tar, damaged, cut short, or beyond `TarLimits`.
+    CheckFailed : the file is not a tar, is damaged or cut short, or exceeds `TarLimits`.
     """
     with contextlib.closing(FileChunks(path, chunk_bytes=_READ_BYTES)) as chunks:
         yield from TarStream(chunks, name=str(path), jump=chunks.skip)
@@ -501,31 +516,31 @@ def read_headers(path: Path) -> Iterator[Member]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One member's headers, raw and parsed."""
+    """The headers of one member (entry) of a tar, raw and parsed."""
 
     kind: bytes
-    """Type flag; ``REGULAR`` for every regular file."""
+    """Type flag. It is ``REGULAR`` for every regular file."""
     name: str
-    """Path without a leading ``./`` or trailing slash; undecodable bytes are surrogates."""
+    """Path without a leading ``./`` or trailing slash. Bytes that are not UTF-8 are surrogates."""
     link: str
     size_bytes: int
-    """Size of its body in the archive."""
+    """Size of the member's body in the archive."""
     mtime_s: int
     mode: int
     uid: int
     gid: int
     device: tuple[int, int]
-    """Major and minor number; zeros where it is no device."""
+    """Major and minor number of a device, else zeros."""
     header: bytes
-    """The last 512-byte block, and the map behind it where the file is sparse."""
+    """The main header of 512 bytes. For a sparse file, the blocks of the map after it are included."""
     extended: bytes
-    """The blocks before it (pax or GNU long names), empty for most members."""
+    """The extended headers before the main header (pax or GNU long names). Empty for most members."""
     pax: Mapping[str, bytes]
-    """Records of its pax header."""
+    """Records of the member's pax header."""
     offset: int
-    """Byte of the tar at which its body begins."""
+    """Byte of the tar at which the body begins."""
     content_bytes: int
-    """Size of the file: `size_bytes`, or more where it is sparse."""
+    """Size of the file. It equals `size_bytes`, but a sparse file is larger."""
     sparse: Sparse | None = None
 
     @property
@@ -535,11 +550,11 @@ class Member:
 
 
 def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> Member:
-    """Return the member that a header describes, together with the `extended` headers before it.
+    """Return the member that `header` and the `extended` headers before it describe.
 
     Parameters
     ----------
-    header : the member's own block of 512 bytes.
+    header : the member's main header of 512 bytes.
     offset : byte of the archive at which the member's body begins.
 
     Raises
@@ -555,12 +570,12 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
     if kind in _REGULAR_KINDS:
         kind = REGULAR
     if kind in _BODILESS_KINDS:
-        size = 0  # some writers state a size for links, which have no body
+        size = 0  # some programs write a size for links, although links have no body
     elif "size" in pax:
         size = _parse_decimal(pax["size"])
     else:
         size = _parse_count(header[_SIZE])
-    # GNU.sparse.name goes first: for a sparse file, GNU tar writes a made-up name into "path".
+    # "GNU.sparse.name" has priority, because GNU tar writes an invented name into "path" for a sparse file.
     name = pax.get("GNU.sparse.name") or pax.get("path") or extended.gnu_name or _ustar_name(header)
     link = pax.get("linkpath") or extended.gnu_link or _text_field(header[_LINK])
     mtime_s = _parse_time(pax["mtime"]) if "mtime" in pax else _parse_number(header[_MTIME])
@@ -588,12 +603,12 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
 def _parse_number(raw: bytes) -> int:
     """Return the number in a field of a header: ``b"0000644\\0"`` -> 420.
 
-    Most fields hold octal digits. A number too large for the digits is stored as bytes (base-256), behind a
-    first byte of 0x80, or of 0xFF if the number is negative.
+    Most fields contain octal digits. A number with too many digits is stored in binary (base-256). Its first
+    byte is 0x80, or 0xFF if the number is negative.
     """
     if raw[0] == 0x80:
         value = int.from_bytes(raw[1:], "big")
-    elif raw[0] == 0xFF:  # it belongs to the number: it is the sign in two's complement
+    elif raw[0] == 0xFF:  # this byte is the sign in two's complement, so it is a part of the number
         value = int.from_bytes(raw, "big", signed=True)
     else:
         digits = raw.split(b"\0", 1)[0].strip(b" ") or b"0"
@@ -606,7 +621,7 @@ def _parse_number(raw: bytes) -> int:
 
 
 def _parse_count(raw: bytes) -> int:
-    """Return the value of a field that cannot be negative."""
+    """Return the number in a field of a header, and refuse a negative number."""
     value = _parse_number(raw)
     if value < 0:
         raise ValueError(f"the negative size or id {value}")
@@ -614,22 +629,22 @@ def _parse_count(raw: bytes) -> int:
 
 
 def _parse_decimal(digits: bytes | None) -> int:
-    """Return the value of a size in a pax record or in the map of a sparse file."""
+    """Return the size that a pax record or the map of a sparse file contains as decimal digits."""
     if digits is None or not _DECIMAL.fullmatch(digits) or int(digits) > _MAX_NUMBER:
         raise ValueError(f"the size {(digits or b'')[:40]!r} in a pax record")
     return int(digits)
 
 
 def _parse_owner(key: str, pax: Mapping[str, bytes], field: bytes) -> int:
-    """Return the uid or gid in the pax record `key`, or else in the `field` of the header."""
+    """Return the uid or gid from the pax record `key`, or else from the `field` of the header."""
     value = _parse_decimal(pax[key]) if key in pax else _parse_count(field)
-    if value >= 1 << 32:  # Linux has 32 bits for it
+    if value >= 1 << 32:  # Linux stores a uid or gid in 32 bits
         raise ValueError(f"the {key} {value}, which is out of range")
     return value
 
 
 def _parse_time(raw: bytes) -> int:
-    """Return the whole seconds of a time in a pax record: ``1700000000.25``."""
+    """Return the whole seconds of a time in a pax record: ``1700000000.25`` -> 1700000000."""
     match = _TIME.fullmatch(raw)
     if match is None or abs(int(match[1])) > _MAX_NUMBER:
         raise ValueError(f"the time {raw[:40]!r} in a pax record")
@@ -637,9 +652,9 @@ def _parse_time(raw: bytes) -> int:
 
 
 def _parse_pax(data: bytes) -> dict[str, bytes]:
-    """Return the records of a pax header, each of the form ``LENGTH KEY=VALUE\\n``.
+    """Return the records of a pax header as a dict. Each record has the form ``LENGTH KEY=VALUE\\n``.
 
-    LENGTH counts the whole record, its own digits and the line break included: ``9 uid=10\\n``.
+    LENGTH is the size of the whole record, including its own digits and the line break: ``9 uid=10\\n``.
     """
     records = {}
     start = 0
@@ -648,6 +663,7 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
         if match is None:
             raise ValueError("a pax header that cannot be read")
         end = start + int(match["digits"])
+        # A damaged length could make the record end before its own digits or after the header.
         if not match.end() <= end <= len(data):
             raise ValueError("a pax header that cannot be read")
         record = data[match.end() : end - 1]  # without the line break
@@ -658,10 +674,11 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
 
 
 def _verify_checksum(header: bytes) -> None:
-    """Raise ValueError if a header has a wrong checksum, or is GNU's and has text in the prefix field.
+    """Raise ValueError if a header has a wrong checksum, or if it is a GNU header with a text as prefix.
 
-    POSIX keeps the first part of a long path in that field, GNU keeps numbers there. Readers disagree on the
-    path of a GNU header with text in it, so that a hostile archive could show each reader another tree.
+    In the prefix field, POSIX stores the first part of a long path, but GNU stores numbers. If a GNU header
+    has a text in this field, some programs use it as a folder and others ignore it. So a hostile archive
+    could show a different tree to each program.
     """
     checksum = header[_CHECKSUM]
     expected = sum(header) - sum(checksum) + CHECKSUM_AS_SPACES
@@ -669,10 +686,10 @@ def _verify_checksum(header: bytes) -> None:
         raise ValueError("a header's checksum is wrong")
     if header[MAGIC] != b"ustar ":
         return
-    # GNU's times and sizes are octal digits, or base-256, which is not ASCII.
+    # GNU stores times and sizes as octal digits, or in binary, which is not ASCII.
     numbers = header[_PREFIX]
     if header[_KIND] == _GNU_SPARSE:
-        # Only up to the end of the map: a flag byte and the size of the file follow.
+        # Check only up to the end of the map. A flag byte, which is not a digit, and the file's size follow.
         numbers = header[_PREFIX.start : _OLD_MAP.stop]
     if numbers.strip(b"\0 01234567") and numbers.isascii():
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
@@ -684,12 +701,12 @@ def _validate_map(numbers: Sequence[int], body_bytes: int, content_bytes: int) -
     Parameters
     ----------
     numbers : the map: offset and length of each part.
-    body_bytes : size of all parts together, as they lie in the archive.
-    content_bytes : size of the file with its holes.
+    body_bytes : total size of all parts in the archive.
+    content_bytes : size of the file, including its holes.
 
     Raises
     ------
-    ValueError : a part overlaps another or ends behind the file, or the parts have another size together.
+    ValueError : parts overlap, a part ends after the end of the file, or the total size is wrong.
     """
     if len(numbers) % 2:
         raise ValueError("the map of a sparse file cannot be read")
@@ -706,19 +723,22 @@ def _validate_map(numbers: Sequence[int], body_bytes: int, content_bytes: int) -
 
 
 def _decode_path(raw: bytes) -> str:
+    """Return a path or link target as text. Bytes that are not UTF-8 become surrogates."""
     if len(raw) > _MAX_NAME_BYTES or b"\0" in raw:
         raise ValueError(f"a name of {len(raw)} bytes or with a zero byte, which no file can have")
     return raw.decode("utf-8", "surrogateescape")
 
 
 def _ustar_name(header: bytes) -> bytes:
+    """Return the path in a header. POSIX splits a long path into a prefix and a name."""
     name = _text_field(header[_NAME])
     prefix = _text_field(header[_PREFIX])
-    # GNU's variant of the format has times where POSIX has the prefix.
+    # In GNU's format, the prefix field contains times.
     if not prefix or header[MAGIC] != b"ustar\0":
         return name
     return prefix + b"/" + name
 
 
 def _text_field(raw: bytes) -> bytes:
+    """Return the text in a field, which ends at the first zero byte."""
     return raw.split(b"\0", 1)[0]

@@ -1,7 +1,7 @@
-"""Write the headers of a tar that mksquashfs reads, and plain ones.
+"""Write the headers of a tar, in the format of GNU for mksquashfs or in the plain format of POSIX.
 
-GNU's form holds names of any length and content. mksquashfs 4.5.1 cuts link targets in a pax header, so that
-one holds a file's capability only.
+The GNU format supports names of any length and content. mksquashfs 4.5.1 shortens link targets in a pax
+header. So a pax header is used only for the capability of a file.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from imgkit_builder.archive.tar_read import (
 END = bytes(2 * BLOCK_BYTES)
 """Two zero blocks end an archive."""
 _MOST_TIME_S = (1 << 32) - 1
-"""The latest time that a squashfs holds, in 32 bits. mksquashfs refuses a negative time."""
+"""The latest time that a squashfs can store, in 32 bits. mksquashfs refuses a negative time."""
 _NAME_BYTES = 100
-"""Room for a name or a link target in a header. A longer one gets an extended header before it."""
+"""Size of the field for a name or a link target. A longer text is written in an extended header before."""
 _PAX, _GNU_NAME, _GNU_LINK = b"x", b"L", b"K"
 
 
@@ -39,11 +39,11 @@ def header(
     device: tuple[int, int] = (0, 0),
     xattrs: Mapping[str, bytes] | None = None,
 ) -> bytes:
-    """Return the blocks of a tar that come before the content of the file `path`.
+    """Return the header blocks of a tar for the file `path`. The content of the file follows them.
 
-    `kind` is a type flag such as ``tar_read.SYMLINK``, `mode` has the permission bits. Of the extended
-    attributes `xattrs`, only `CAPABILITY` is written. A long path, a long `link` or a capability comes first,
-    in extended headers of their own.
+    `kind` is a type flag such as ``tar_read.SYMLINK``, and `mode` contains the permission bits. Of the
+    extended attributes `xattrs`, only `CAPABILITY` is written. A long path, a long `link` and a capability
+    are written in extended headers before the main header.
     """
     name = path.encode("utf-8", "surrogateescape")
     target = link.encode("utf-8", "surrogateescape")
@@ -54,6 +54,7 @@ def header(
         extended += _long_text_header(_GNU_NAME, name)
     if len(target) > _NAME_BYTES:
         extended += _long_text_header(_GNU_LINK, target)
+    # The fields are octal numbers of a fixed width.
     fields = b"%07o\0" % (mode & 0o7777)
     fields += _number(uid, 8)
     fields += _number(gid, 8)
@@ -66,7 +67,7 @@ def header(
 
 
 def _long_text_header(kind: bytes, text: bytes) -> bytes:
-    """Return GNU's extended header of this `kind` with `text`, a long name or link target, as its content."""
+    """Return an extended header in GNU's format whose content is `text`, a long name or link target."""
     content = text + b"\0"
     header_block = header("././@LongLink", kind, size_bytes=len(content))
     return header_block + content + padding(len(content))
@@ -75,9 +76,9 @@ def _long_text_header(kind: bytes, text: bytes) -> bytes:
 def ustar_header(
     *, name: bytes, kind: bytes, mode: int = 0o644, size_bytes: int = 0, link: bytes = b""
 ) -> bytes:
-    """Return a header in POSIX's form for a file that belongs to root and was changed in 1970.
+    """Return a header in the POSIX format for a file that belongs to root and has the time 0 (1970).
 
-    Fixed owner and time make the bytes of the archive reproducible.
+    The fixed owner and time make the bytes of the archive reproducible.
 
     Raises
     ------
@@ -91,14 +92,15 @@ def ustar_header(
 
 
 def pax_header(records: Mapping[str, bytes]) -> bytes:
-    """Return the blocks of a pax header, an extended header with a record ``LENGTH KEY=VALUE\\n`` each.
+    """Return the blocks of a pax header: an extended header with one line ``LENGTH KEY=VALUE\\n`` per record.
 
-    LENGTH is the size of the whole record, its own digits and the line break included: ``9 uid=10\\n``.
+    LENGTH is the size of the whole line, including its own digits and the line break: ``9 uid=10\\n``.
     """
     body = b""
     for key, value in records.items():
         record = b" " + key.encode() + b"=" + value + b"\n"
-        # The length counts its own digits: with 98 other bytes and 2 digits it is 100, which has 3, so 101.
+        # The length includes its own digits, so it is computed in a loop. For example, 98 other bytes and 2
+        # digits make 100. But 100 has 3 digits, so the length is 101.
         length = 0
         while length != len(record) + len(str(length)):
             length = len(record) + len(str(length))
@@ -108,28 +110,29 @@ def pax_header(records: Mapping[str, bytes]) -> bytes:
 
 
 def padding(size_bytes: int) -> bytes:
-    """Return the zeros that fill the last block of a file: 412 of them behind a file of 100 bytes."""
+    """Return the zeros that fill the last block after a file: 412 zeros after a file of 100 bytes."""
     return bytes(-size_bytes % BLOCK_BYTES)
 
 
 def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, device: bytes) -> bytes:
-    """Return a header of 512 bytes with its checksum.
+    """Return a header block of 512 bytes, including its checksum.
 
-    `fields` are mode, uid, gid, size and time, and `device` is the major and minor number, in the form in
-    which a header has them. The checksum lies between `fields` and `kind`.
+    `fields` are the bytes of mode, uid, gid, size and time, and `device` those of the major and minor number.
+    In the block, the checksum is between `fields` and `kind`.
     """
     before_checksum = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
-    behind_checksum = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-    # 64 of these bytes are for names of user and group, which stay empty.
-    behind_checksum += magic.ljust(72, b"\0")
-    behind_checksum += device
-    checksum = sum(before_checksum) + sum(behind_checksum) + CHECKSUM_AS_SPACES
-    block = before_checksum + b"%06o\0 " % checksum + behind_checksum
+    after_checksum = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+    # 64 of these bytes are for the names of user and group, which remain empty.
+    after_checksum += magic.ljust(72, b"\0")
+    after_checksum += device
+    checksum = sum(before_checksum) + sum(after_checksum) + CHECKSUM_AS_SPACES
+    block = before_checksum + b"%06o\0 " % checksum + after_checksum
     return block.ljust(BLOCK_BYTES, b"\0")
 
 
 def _number(value: int, width: int) -> bytes:
-    """Return a field of `width` bytes with `value`: octal digits, or bytes (base-256) if it is too large."""
+    """Return a field of `width` bytes with `value`: octal digits, or binary if it has too many digits."""
+    # The first byte 0x80 marks a binary number (GNU calls this base-256).
     if value < 8 ** (width - 1):
         return b"%0*o\0" % (width - 1, value)
     return b"\x80" + value.to_bytes(width - 1, "big")

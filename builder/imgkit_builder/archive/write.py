@@ -1,6 +1,7 @@
-"""Write the engine's stream to a checked archive on disk, in one pass. Standard library only.
+"""Write the stream of ``docker save`` to an archive with a checksum, in one pass.
 
-Memory stays small for any image size: each chunk is hashed, compressed and written as it arrives.
+Each chunk is hashed, compressed and written when it arrives, so the memory does not depend on the size of the
+image. The module needs only the standard library.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ SUFFIXES: dict[Compress, str] = {"none": ".tar", "gzip": ".tar.gz", "zstd": ".ta
 ZSTD_HINT = "install it (apt-get install zstd, module load zstd), or use --compression gzip"
 
 _BLOCK_BYTES = 256 << 10
-"""Plain bytes of one gzip member: small enough that readers unpack several side by side."""
+"""Uncompressed size of one gzip member. It is small, so that readers can unpack members in parallel."""
 _FLUSH_BYTES = 64 << 20
-"""Bytes after which a thread flushes what was written to the disk."""
+"""Number of written bytes after which a thread flushes the file to disk."""
 _MAX_WORKERS = 8
-"""More threads than these wait for the one that writes the file."""
+"""Maximum number of threads. More threads would only wait for the thread that writes the file."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,26 +60,30 @@ def save_archive(
 ) -> SavedFile:
     """Write a tar stream to `target`, and return its digest.
 
-    The archive is renamed to `target` when it is complete. After an error, `target` is what it was before.
+    The archive is written to a temporary file, and renamed to `target` when it is complete. After an error,
+    `target` is unchanged.
 
     Parameters
     ----------
-    chunks : the stream. It raises an exception if the engine ends it too early.
-    expected_bytes : the size of the uncompressed stream, for the free-space check and the time left.
-    describe : returns the content of the two files beside the archive, ``.sha256`` and ``.manifest.json``. If
-        a save is interrupted while they are replaced, ``imgkit verify`` calls the archive incomplete.
+    chunks : the stream. It must raise an exception if the engine ends it too early.
+    expected_bytes : the size of the uncompressed stream, for the check of free space and the progress
+        display.
+    describe : a function that returns the content of the two files beside the archive, ``.sha256`` and
+        ``.manifest.json``. If a save is interrupted while these files are replaced, ``imgkit verify`` reports
+        that the archive is incomplete.
 
     Raises
     ------
-    UsageError : the target's folder is absent or has too little space; raised before the first chunk is read.
-    ToolMissing : `compress` is ``zstd``, which is not on PATH.
+    UsageError : the folder of the target does not exist or has too little space. This error is raised before
+        the first chunk is read.
+    ToolMissing : `compress` is ``zstd``, but the program ``zstd`` is not on PATH.
     ToolFailed : the disk is full, or ``zstd`` failed. The partial file is removed.
     """
     check_target(target, compress=compress, expected_bytes=expected_bytes)
     remove_leftovers(target)
     digest = hashlib.sha256()
     size_bytes = 0
-    # Progress counts plain bytes, whose total is known; what is written is smaller.
+    # The progress display counts uncompressed bytes, because their total is known.
     reported = _report_progress(chunks, target=target, expected_bytes=expected_bytes, report=report)
     try:
         with contextlib.ExitStack() as sidecars, files.replace_file(target) as stream:
@@ -90,12 +95,13 @@ def save_archive(
                 path=target, sha256=digest.hexdigest(), size_bytes=size_bytes, compress=compress
             )
             if describe:
-                # A full disk shows here, while the old archive and its checksum are still in place.
+                # If the disk is full, fail here, while the old archive and its checksum are still unchanged.
                 files.sync_file(stream)
-                # `replace_file` renames the archive when it is left. `sidecars` was entered before it and is
-                # left after it, so the checksum is removed before the renaming and written after it.
+                # The order matters. Entering `replace_around` now removes the old checksum. At the end of
+                # the block, `replace_file` renames the archive first. Then `sidecars` ends, and
+                # `replace_around` writes the new checksum.
                 sidecars.enter_context(sidecar.replace_around(describe(saved), target))
-    except OSError as error:  # of the disk: an error of the engine's stream has another type
+    except OSError as error:  # an error of the disk, as errors of the engine's stream have another type
         if error.errno in files.FULL:
             raise ToolFailed(
                 f"no space left after {size_bytes / 1e6:.0f} MB: {error.strerror}; removed the partial file",
@@ -109,7 +115,8 @@ def save_archive(
 def check_target(target: Path, *, compress: Compress, expected_bytes: int | None) -> None:
     """Raise an error if a save to `target` would fail later, after minutes of work.
 
-    The reasons are a missing folder, too little space, a name that sha256sum cannot list, or no ``zstd``.
+    Possible reasons are a missing folder, too little space, a name that sha256sum cannot list, and a missing
+    program ``zstd``.
 
     Raises
     ------
@@ -140,7 +147,7 @@ def _refuse_full_disk(folder: Path, compress: Compress, plain_bytes: int) -> Non
     if compress == "none":
         hint += ", or --compression zstd"
     else:
-        needed_bytes //= 2  # PyTorch images compress to 0.3-0.45 of their size; half leaves a margin
+        needed_bytes //= 2  # PyTorch images compress to 0.3-0.45 of their size. The rest is a margin.
     free_bytes = shutil.disk_usage(folder).free
     if free_bytes < needed_bytes:
         message = f"{size_text(needed_bytes)} needed, {size_text(free_bytes)} free"
@@ -148,14 +155,15 @@ def _refuse_full_disk(folder: Path, compress: Compress, plain_bytes: int) -> Non
 
 
 def remove_leftovers(target: Path) -> None:
-    """Remove temporary files that killed runs have left for the same target.
+    """Remove temporary files for `target` that killed runs have left.
 
-    A run that still writes has locked its file (see `_lock`), and keeps it.
+    A run that is still writing holds a lock on its file (see `_lock`). Such a file is not removed.
     """
     for leftover in files.temporary_files(target):
-        # Open for writing: NFS grants an exclusive lock only then.
+        # The file is opened for writing because NFS requires that for an exclusive lock.
         with contextlib.suppress(OSError), files.open_own(leftover, os.O_RDWR) as stream:
-            # It fails if a living run holds the lock, or if the file system has no locks: the file stays.
+            # `flock` fails if another run holds the lock, or if the file system has no locks. Then the file
+            # is not removed.
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             leftover.unlink()
 
@@ -169,9 +177,10 @@ def _lock(stream: BinaryIO) -> None:
 def _report_progress(
     chunks: Iterable[bytes], *, target: Path, expected_bytes: int | None, report: Reporter
 ) -> Iterator[bytes]:
-    """Yield `chunks` unchanged, and report the number of bytes.
+    """Yield `chunks` unchanged, and report the number of bytes to the progress display.
 
-    The display says "save" only from the first chunk on: the engine may prepare its stream for a while.
+    The display shows "save" only after the first chunk, because the engine may need a while to prepare its
+    stream.
     """
     done_bytes = 0
     for chunk in chunks:
@@ -179,7 +188,7 @@ def _report_progress(
             report.stage(f"save {target.name}")
         done_bytes += len(chunk)
         if expected_bytes:
-            # A tar is a little larger than its layers: never report more than 100 %.
+            # A tar is slightly larger than its layers. `max` prevents a display of more than 100 %.
             report.advance(done_bytes, max(expected_bytes, done_bytes))
         else:
             report.advance(done_bytes, None)
@@ -187,14 +196,14 @@ def _report_progress(
 
 
 def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
-    """Write `chunks` to `stream` and yield them. A thread flushes what was written to the disk meanwhile.
+    """Write `chunks` to `stream`, and yield them. Meanwhile, a thread flushes the written bytes to disk.
 
-    The fsync after the last chunk then has little left to do.
+    So the fsync after the last chunk does not take long.
 
     Raises
     ------
-    OSError : the disk has failed. Linux reports a failed write to one flush only, so an error of the thread's
-        flush must be raised here: the fsync at the end would succeed.
+    OSError : the disk has failed. Linux reports a failed write only once. If a flush of the thread fails, the
+        fsync at the end would still succeed, so the thread's error must be raised here.
     """
     flush: Future[None] | None = None
     unflushed_bytes = 0
@@ -202,11 +211,11 @@ def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
         for chunk in chunks:
             stream.write(chunk)
             unflushed_bytes += len(chunk)
-            # A new flush begins only when the one before has ended.
+            # A new flush begins only after the previous flush has ended.
             can_flush = flush is None or flush.done()
             if can_flush and unflushed_bytes >= _FLUSH_BYTES:
                 if flush:
-                    flush.result()  # raises the error of the flush before, if it failed
+                    flush.result()  # raises the error of the previous flush, if it failed
                 flush = pool.submit(os.fdatasync, stream.fileno())
                 unflushed_bytes = 0
             yield chunk
@@ -218,7 +227,8 @@ def _compress_chunks(chunks: Iterator[bytes], compress: Compress) -> Iterator[by
     if compress == "gzip":
         return _gzip_chunks(chunks)
     if compress == "zstd":
-        # One worker (250 MB/s, 44 MiB) outruns the engine's stream; each further one takes 13 MiB more.
+        # One zstd thread (250 MB/s, 44 MiB) is faster than the engine's stream. Each additional thread needs
+        # 13 MiB more.
         return process.filter_through(["zstd", "-q", "-3", "-T1", "-c"], chunks, hint=ZSTD_HINT)
     return chunks
 
@@ -226,15 +236,16 @@ def _compress_chunks(chunks: Iterator[bytes], compress: Compress) -> Iterator[by
 def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Compress `chunks` in several threads, and yield the parts of a gzip file in order.
 
-    Each part is a gzip member, a complete gzip stream of 256 KiB of plain bytes. Any gzip reader takes
-    members that follow each other as one file, and `compressed` unpacks them in several threads.
+    Each part is a gzip member: a complete gzip stream for 256 KiB of uncompressed bytes. Every gzip reader
+    accepts members that follow each other as one file. The module `compressed` unpacks them in several
+    threads.
     """
     workers = min(process.count_processors(), _MAX_WORKERS)
     with ThreadPoolExecutor(workers) as pool:
         jobs: deque[Future[bytes]] = deque()
         for block in _equal_blocks(chunks):
             jobs.append(pool.submit(_gzip_member, block))
-            # One more block than there are threads, so that no thread waits for new data.
+            # Keep one block more than there are threads, so that no thread waits for new data.
             if len(jobs) > workers:
                 yield jobs.popleft().result()
         for job in jobs:
@@ -242,15 +253,16 @@ def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _gzip_member(block: bytes) -> bytes:
-    """Return `block` as one gzip member."""
+    """Compress `block` to one gzip member."""
     packer = zlib.compressobj(level=1, wbits=31)  # 31: with the header and trailer of gzip
     return packer.compress(block) + packer.flush()
 
 
 def _equal_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Yield the bytes of `chunks` in blocks of 256 KiB; the last block may be shorter.
+    """Yield the bytes of `chunks` in blocks of 256 KiB. The last block may be shorter.
 
-    The engine cuts its stream at random places. With equal blocks, equal streams give equal gzip files.
+    The engine divides its stream into chunks of random sizes. Blocks of a fixed size make sure that equal
+    streams give equal gzip files.
     """
     buffer = bytearray()
     for chunk in chunks:
@@ -258,4 +270,5 @@ def _equal_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
         while len(buffer) >= _BLOCK_BYTES:
             yield bytes(buffer[:_BLOCK_BYTES])
             del buffer[:_BLOCK_BYTES]
+    # The last block may be empty, so that an empty stream still gives a valid gzip file.
     yield bytes(buffer)

@@ -1,7 +1,7 @@
-"""What imgkit and pip noted in an image, collected while its files pass by.
+"""Collect the facts that imgkit and pip recorded in an image, while the image's files are converted.
 
-The record of a .sif or .sqsh that imgkit wrote holds these facts, so that nobody has to read the squashfs for
-them.
+imgkit stores these facts in the record of a .sif or .sqsh. So they can be read without unpacking the
+squashfs.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ _MANIFEST = manifest.MANIFEST_JSON.lstrip("/")
 _SYSTEM = str(system.SYSTEM_JSON).lstrip("/")
 _LOCK = manifest.LOCK_TOML.lstrip("/")
 BAKED_FILES = (_MANIFEST, _SYSTEM)
-"""Files of imgkit in an image whose text is a part of the facts."""
-# "usr/lib/python3.12/site-packages/flash_attn-2.5.dist-info": the lib folder, and the name
+"""Files that imgkit writes into an image. Their texts are a part of the facts."""
+# "usr/lib/python3.12/site-packages/flash_attn-2.5.dist-info" -> lib "usr/lib", name "flash_attn"
 _DISTRIBUTION = re.compile(
     r"(?P<lib>.*)/python3[^/]*/(?:site|dist)-packages/(?P<name>[^/]+)-[^/-]+\.dist-info"
 )
 _ORIGIN = ".dist-info/direct_url.json"
 _MOST_FILE_BYTES = 1 << 20
-"""A larger file is not one of imgkit's or pip's."""
+"""The files of imgkit and pip are smaller. A larger file of the same name is ignored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distribution:
-    """A Python package that a Python on the image's PATH finds."""
+    """A Python package that is installed for a Python on the image's PATH."""
 
     name: str
-    """As its .dist-info spells it."""
+    """Name of the package, as its .dist-info folder spells it."""
     folder: str = ""
-    """Where an editable installation leads (PEP 610); empty for any other."""
+    """Source folder of an editable installation (PEP 610). Empty for other installations."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BakedFacts:
-    """What imgkit and pip noted in an image."""
+    """The facts about an image that imgkit and pip recorded in it."""
 
     manifest: str = ""
-    """Text of `manifest.MANIFEST_JSON`; empty where imgkit did not build the image."""
+    """Text of the file `manifest.MANIFEST_JSON`. Empty if imgkit did not build the image."""
     system: str = ""
-    """Text of system.json."""
+    """Text of the file system.json."""
     distributions: tuple[Distribution, ...] | None = None
-    """The Python packages, sorted by name; None if they are unknown. If the image was built from a lock file,
-    only packages are listed whose origin pip noted: the lock file lists the others."""
+    """The Python packages, sorted by name, or None if they are unknown. If the image was built from a lock
+    file, only packages whose origin pip recorded are listed. The lock file lists the others."""
 
 
 class BakedFactsCollector:
@@ -66,9 +66,10 @@ class BakedFactsCollector:
         self._names: set[str] = set()
 
     def observe(self, entries: Iterable[ImageEntry]) -> Iterator[ImageEntry]:
-        """Yield `entries` unchanged, and keep a copy of the names and contents that `facts` needs.
+        """Yield `entries` with the same content, and collect the names and contents that `facts` needs.
 
-        The content of an entry can be read once only, so an entry that was read is passed on as a copy.
+        The content of an entry can be read only once. So an entry whose content was read is replaced by a
+        copy that can be read again.
         """
         for entry in entries:
             for name in entry.names:
@@ -82,20 +83,23 @@ class BakedFactsCollector:
                 yield entry
 
     def is_relevant(self, name: str) -> bool:
-        """Return whether the content of the file `name` is needed: imgkit's own, or a package's origin."""
+        """Return whether `facts` needs the content of the file `name`.
+
+        It needs the files of imgkit, and the file ``direct_url.json`` with the origin of a package.
+        """
         return name in BAKED_FILES or name.endswith(_ORIGIN)
 
     def add(self, name: str, data: bytes) -> None:
-        """Keep the content of a file for which `is_relevant` is true."""
+        """Store the content of a file for which `is_relevant` is true."""
         self._texts[name] = data
 
     def add_name(self, name: str) -> None:
-        """Keep the name of a file if it says that a package is installed or that a lock file was used."""
+        """Store the name of a file if it shows that a package is installed or that a lock file was used."""
         if name == _LOCK or name.endswith(".dist-info/METADATA"):
             self._names.add(name)
 
     def facts(self, path: str) -> BakedFacts:
-        """Return the facts of an image whose variable PATH is `path`."""
+        """Return the collected facts. `path` is the variable PATH of the image."""
         distributions = sorted(self._distributions(path), key=attrgetter("name", "folder"))
         return BakedFacts(
             manifest=self._text(_MANIFEST), system=self._text(_SYSTEM), distributions=tuple(distributions)
@@ -105,9 +109,9 @@ class BakedFactsCollector:
         return self._texts.get(name, b"").decode("utf-8", "replace")
 
     def _distributions(self, path: str) -> Iterator[Distribution]:
-        """Yield the Python packages of the Pythons on the image's PATH, which is `path`.
+        """Yield the packages of every Python on the image's PATH, which is given as `path`.
 
-        ``/usr/bin`` on PATH makes the packages in ``usr/lib/python3.12/site-packages`` count.
+        If ``/usr/bin`` is on PATH, the packages in ``usr/lib/python3.12/site-packages`` are included.
         """
         libs = library_folders(path)
         for folder in self._dist_info_folders():
@@ -117,10 +121,11 @@ class BakedFactsCollector:
                 yield Distribution(name=match["name"], folder=_editable_folder(direct_url))
 
     def _dist_info_folders(self) -> set[str]:
-        """Return the .dist-info folders of the packages to list. Each installed package has one.
+        """Return the .dist-info folders of the packages to list. Each installed package has such a folder.
 
-        If the image was built from a lock file, only packages with a ``direct_url.json`` are listed: pip
-        writes one for what it did not get from an index, and the lock file lists the rest.
+        If the image was built from a lock file, only packages with a ``direct_url.json`` are listed. pip
+        writes this file for a package that does not come from an index. The lock file lists all other
+        packages.
         """
         folders = {name.removesuffix("/direct_url.json") for name in self._texts if name.endswith(_ORIGIN)}
         if _LOCK not in self._names:
@@ -129,11 +134,11 @@ class BakedFactsCollector:
 
 
 def library_folders(path: str) -> list[str]:
-    """Return the ``lib`` folders beside the folders of `path`, a variable PATH, as relative paths.
+    """Return the ``lib`` folders next to the folders in `path`, the value of a variable PATH.
 
-    ``/usr/bin`` -> ``usr/lib``, ``usr/local/lib``.
+    The results are relative paths: ``/usr/bin`` -> ``usr/lib``, ``usr/local/lib``.
     """
-    # "/usr/bin" -> "usr"; a dict keeps the order and drops repeated ones.
+    # "/usr/bin" -> "usr". A dict drops repeated prefixes but keeps their order.
     prefixes = dict.fromkeys(posixpath.dirname(folder).strip("/") for folder in path.split(":"))
     folders = []
     for prefix in prefixes:
@@ -144,7 +149,8 @@ def library_folders(path: str) -> list[str]:
 def _editable_folder(direct_url: bytes) -> str:
     """Return the source folder of a package that was installed with ``pip install --editable``, else ``""``.
 
-    `direct_url` is the content of the package's ``direct_url.json`` (PEP 610), or empty.
+    `direct_url` is the content of the package's ``direct_url.json`` (PEP 610). It is empty if the package has
+    no such file.
     """
     try:
         origin = json_text.parse(direct_url)
@@ -152,4 +158,5 @@ def _editable_folder(direct_url: bytes) -> str:
             return ""
         return unquote(urlsplit(origin["url"]).path)
     except (ValueError, KeyError, TypeError, AttributeError):
+        # No file, no JSON, or JSON without a folder. Another program may have written anything into it.
         return ""

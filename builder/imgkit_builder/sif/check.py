@@ -1,4 +1,4 @@
-"""Check a new .sif: runtimes have written 40 KB of nothing and reported success."""
+"""Check a new .sif. Some runtimes have written 40 KB without the image's files, and reported success."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from imgkit_builder.sif.runtime import RuntimeTool, exec_arguments, isolation
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
-# The runtime mounted the root and looked for the program: images of one static binary have none.
+# The runtime has mounted the image but found no program "true". An image of one static binary has none.
 _NO_PROGRAM = re.compile(r'^FATAL:\s+"true": executable file not found', re.MULTILINE)
-# Objects of a .sif that hold the labels, and the keys that lead to them. The first is what a runtime's
-# ``inspect`` prints, the second is imgkit's.
+# Objects of a .sif that contain the labels, and the keys under which the labels are nested. A runtime writes
+# the first and prints it with ``inspect``. imgkit writes the second.
 _LABEL_OBJECTS = {
     "inspect-metadata.json": ("data", "attributes", "labels"),
     "oci-config.json": ("Labels",),
 }
 _MAX_PACKING_RATIO = 200
-"""A root partition below 1/200 of its layers has lost files. Text packs to about 1/5."""
+"""A root partition smaller than 1/200 of its layers has lost files. Text is compressed to about 1/5."""
 
 
 def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, can_run: bool) -> None:
-    """Check size, architecture and labels of a .sif that a runtime has built, against its image.
+    """Compare a .sif that a runtime has built with its image: size, architecture and labels.
 
     Parameters
     ----------
     config : configuration of the image that was converted.
-    layer_bytes : size of its uncompressed layers.
-    can_run : whether the runtime may run a shell of the image to read its labels.
+    layer_bytes : size of the image's uncompressed layers.
+    can_run : whether the runtime may start a shell of the image to read its labels.
 
     Raises
     ------
-    CheckFailed : names what is wrong.
+    CheckFailed : the .sif differs from the image.
     """
     path = job.work.part
     sif = image.check_structure(path)
     root = sif.require_root()
-    # A runtime that could not read a layer has written its own 40 KB of files, and exited 0.
+    # Some runtimes that cannot read a layer write only their own 40 KB of files, and exit with 0.
     if root.size_bytes < layer_bytes // _MAX_PACKING_RATIO:
         raise CheckFailed(
             f"files are missing: the root partition has {root.size_bytes} bytes, the layers {layer_bytes}",
@@ -65,12 +65,13 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
 def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
     """Return the labels that the runtime's ``inspect`` prints for the .sif `path`.
 
-    The runtime may run a shell of the image for that.
+    The runtime may start a shell of the image to read them.
 
     Raises
     ------
     CheckFailed : the output is not the expected JSON.
     """
+    # `on_line` ignores the lines, so that the JSON does not appear on the user's screen.
     output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
     try:
         # Warnings of the runtime may come before the JSON.
@@ -81,19 +82,19 @@ def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
 
 
 def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, is_built: bool) -> None:
-    """Start a program in the new .sif with the runtime `tool`, to see that the file works.
+    """Test the new .sif by starting a program in it with the runtime `tool`.
 
-    In an image that imgkit has built, the program prints the manifest, which must fit the image's labels. In
-    other images, it is ``true``.
+    In an image that imgkit has built, the program is ``cat``. It prints the manifest (imgkit's description of
+    the image), which must match the image's labels. In other images, the program is ``true``.
 
     Parameters
     ----------
-    is_built : the runtime wrote the file. A missing ``true`` is an error then, as runtimes have lost files.
-        Otherwise the image may be one static binary without ``true``.
+    is_built : whether the runtime wrote the file. Runtimes have lost files, so a missing ``true`` is an error
+        then. If imgkit wrote the file, the image may be a single static binary without ``true``.
 
     Raises
     ------
-    CheckFailed : the manifest is missing or differs.
+    CheckFailed : the manifest is missing, or does not match the labels.
     ToolFailed : the program does not run.
     """
     path = job.work.part
@@ -122,9 +123,10 @@ def _start_error(program: str, error: ToolFailed) -> ToolFailed:
 
 
 def read_labels(sif: SifImage) -> dict[str, Any] | None:
-    """Return the labels of the image in the .sif, or None if the file has no object that states them.
+    """Return the labels of the image in the .sif, or None if no data object of the file contains them.
 
-    imgkit and newer runtimes store such an object. Without it, only a shell in the image can print them.
+    imgkit and newer runtimes store such an object. Without it, the labels can be read only by starting a
+    shell in the image.
 
     Raises
     ------
@@ -137,6 +139,7 @@ def read_labels(sif: SifImage) -> dict[str, Any] | None:
         data = image.read_object(sif, descriptors[name])
         try:
             values = json_text.parse(data)
+            # Follow the nested keys. A missing or null value at any level means that there are no labels.
             for key in keys:
                 values = values.get(key) or {}
             return dict(values)
@@ -150,7 +153,10 @@ def _unreadable_labels_error(path: Path, error: Exception) -> CheckFailed:
 
 
 def compare_labels(labels: Mapping[str, Any], expected: Mapping[str, str], path: Path) -> None:
-    """Raise CheckFailed unless the .sif `path` has all `expected` labels. It may have more."""
+    """Raise CheckFailed if one of the `expected` labels is missing or different in `labels`.
+
+    `labels` are those of the .sif `path`. It may have more labels than expected.
+    """
     for name, expected_value in sorted(expected.items()):
         if str(labels.get(name, "")) != expected_value:
             raise CheckFailed(
@@ -163,11 +169,12 @@ def compare_labels(labels: Mapping[str, Any], expected: Mapping[str, str], path:
 def _check_manifest(output: str, labels: Mapping[str, str], path: Path) -> None:
     """Compare the manifest that a program of the image has printed with the image's `labels`.
 
-    Both state the digest of the recipe. `path` is the .sif, for messages.
+    The manifest is imgkit's description of the image. Both must contain the same digest of the recipe. `path`
+    is the .sif, for messages.
 
     Raises
     ------
-    CheckFailed : the manifest cannot be read, or is that of another recipe.
+    CheckFailed : the manifest cannot be read, or belongs to another recipe.
     """
     try:
         # Warnings of the runtime may come before the JSON.
@@ -177,6 +184,7 @@ def _check_manifest(output: str, labels: Mapping[str, str], path: Path) -> None:
         raise CheckFailed(
             f"{manifest.MANIFEST_JSON} in it cannot be read: {error}", where=str(path)
         ) from error
+    # Without such a label, there is nothing to compare with, and every recipe is accepted.
     expected_sha256 = labels.get("imgkit.recipe.sha256", baked.recipe_sha256)
     if baked.recipe_sha256 != expected_sha256:
         raise CheckFailed(

@@ -1,6 +1,6 @@
-"""The values of a conversion: options, compression, format, plan, and the work in progress.
+"""The classes that describe a conversion: its options, compression, format, result, and the running job.
 
-Every step of `convert` gets one `ConversionJob`.
+Every step of `convert.convert` gets the same `ConversionJob`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FormatName = Literal["sif", "sqsh"]
 
 
 class AddedFiles(NamedTuple):
-    """What imgkit adds to an image."""
+    """Files that imgkit adds to an image during a conversion."""
 
     replacing: tuple[ImageEntry, ...]
     """Files that replace the image's own."""
@@ -76,14 +76,14 @@ class Options:
 
 
 class Format(abc.ABC):
-    """What a conversion does differently for a .sif and a .sqsh. Both contain one squashfs."""
+    """The steps of a conversion that differ between a .sif and a .sqsh. Both contain one squashfs."""
 
     name: FormatName
     default_compression: CompressionChoice = "auto"
     is_started_here = False
-    """Whether a runtime on this machine may start it, to test it."""
+    """Whether a runtime on this machine may start the new file as a test."""
     has_checksum = False
-    """Whether a file with the checksum lies next to it."""
+    """Whether a checksum file is written next to the new file."""
 
     @abc.abstractmethod
     def matches(self, path: Path) -> bool:
@@ -93,7 +93,7 @@ class Format(abc.ABC):
     def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
         """Return the files that imgkit adds to an image, such as the scripts that a runtime expects.
 
-        `note` receives a sentence for the user on each variable that the format cannot hold.
+        `note` receives a sentence for the user about each variable that the format cannot hold.
 
         Raises
         ------
@@ -103,7 +103,7 @@ class Format(abc.ABC):
     def filter_entries(
         self, entries: Iterator[ImageEntry], note: Callable[[str], None]
     ) -> Iterator[ImageEntry]:
-        """Return the `entries` that the format can hold, and report to `note` what is left out."""
+        """Return the `entries` that the format can hold. `note` receives a sentence about the others."""
         return entries
 
     def squashfs_offset(self, config: ImageConfig) -> int:
@@ -123,27 +123,27 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def put_record(self, path: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
-        """Compute the digest of the squashfs in the file `path`, and add `record` with it to the file.
+        """Add `record` to the file `path`, together with the digest of the squashfs in the file.
 
         Returns
         -------
-        The record with the digest, and the sha256 of the whole file for a checksum file, or ``""`` if the
-        format has no checksum file.
+        The record with the digest, and the sha256 of the whole file. The sha256 is ``""`` if the format has
+        no checksum file.
         """
 
     @abc.abstractmethod
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
-        """Return the record of the existing file `path` if the file can stay, else None.
+        """Return the record of the existing file `path` if it need not be written again, else None.
 
-        The file can stay if `accepts` is true for its record, and it is undamaged.
+        The file is kept if it is undamaged and `accepts` is true for its record.
         """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """One stage of a conversion."""
+    """One finished stage of a conversion, and how long it took."""
 
     name: str
     seconds: float
@@ -151,7 +151,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """A complete and checked .sif or .sqsh."""
+    """The result of a conversion: a complete and checked .sif or .sqsh."""
 
     path: Path
     format: FormatName = "sif"
@@ -159,13 +159,13 @@ class Converted:
     arch: str
     record: ImgkitRecord
     up_to_date: bool
-    """Nothing was done: the existing file has the same image, runtime and compression."""
+    """Whether the existing file was kept, because image, runtime and compression are the same."""
     stages: tuple[Stage, ...]
     log: Path | None
 
 
 class Clock:
-    """A reporter that passes everything on to another one, and records the seconds of each stage."""
+    """A reporter that forwards everything to another reporter, and measures the duration of each stage."""
 
     def __init__(self, report: Reporter) -> None:
         self.stages: list[Stage] = []
@@ -177,14 +177,14 @@ class Clock:
         self._start_s = 0.0
 
     def stage(self, text: str) -> None:
-        """Begin a new stage, and end the one before."""
+        """Begin a new stage. The stage before it ends."""
         self.finish()
         self._name = text
         self._start_s = time.monotonic()
         self._report.stage(text)
 
     def finish(self) -> None:
-        """End the last stage."""
+        """End the current stage, if there is one, and record its duration."""
         if self._name:
             seconds = time.monotonic() - self._start_s
             self.stages.append(Stage(name=self._name, seconds=seconds))
@@ -193,10 +193,10 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compression:
-    """The chosen compressor."""
+    """How a squashfs is compressed."""
 
     name: str
-    """``zstd``, ``gzip``, or ``runtime``, which takes no options and compresses as it is configured."""
+    """``zstd``, ``gzip``, or ``runtime`` for a runtime that accepts no options and uses its configuration."""
     level: int = 0
     options: tuple[str, ...] = ()
     """Options of mksquashfs."""
@@ -216,10 +216,10 @@ class Compression:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionJob:
-    """A conversion in progress: its plan, temporary files, progress display and log."""
+    """A running conversion: its options, temporary files, progress display and log."""
 
     tool: RuntimeTool | None
-    """None: there is no runtime here, and nothing so far needs one."""
+    """The container runtime, or None if no step so far needed one. Then `run` looks for one."""
     options: Options
     compression: Compression
     work: Workspace
@@ -237,9 +237,9 @@ class ConversionJob:
 
         Parameters
         ----------
-        folder : its working folder; None stands for the temporary folder.
-        on_line : receives each line of the output; None stands for the user's screen.
-        namespace : run it in a user namespace, as `runtime.run` explains.
+        folder : working folder of the runtime. None means the temporary folder.
+        on_line : receives each line of the output. If None, the lines are shown to the user.
+        namespace : run the runtime in a user namespace, as described in `runtime.run`.
         """
         tool = self.tool or find_runtime(self.options.runtime, module_hint=self.options.module_hint)
         args = [str(argument) for argument in arguments]
@@ -256,10 +256,14 @@ class ConversionJob:
         return finished.output
 
 
-# To pack a torch folder of 754 MB, gzip 9 (the runtimes' default) takes 50 CPU seconds and gives 196 MB; gzip
-# 6 takes 18 s (197 MB), zstd 3 takes 2.9 s (198 MB), zstd 15 (its default level) takes 57 s (171 MB). The
-# start of a program reads small pieces, and a whole block is decompressed for each: `import torch` takes 3.6
-# CPU seconds from blocks of 1 MiB (228 MB), 2.8 from 256 KiB (239 MB), and 2.7 from 128 KiB (251 MB).
+# Measured CPU time and size for packing a torch folder of 754 MB:
+#   gzip 9 (the runtimes' default)   50 s    196 MB
+#   gzip 6                           18 s    197 MB
+#   zstd 3                           2.9 s   198 MB
+#   zstd 15 (its default level)      57 s    171 MB
+# A program that starts reads many small pieces, and for each piece a whole block is decompressed.
+# `import torch` takes 3.6 CPU seconds with blocks of 1 MiB (228 MB), 2.8 with 256 KiB (239 MB), and 2.7 with
+# 128 KiB (251 MB).
 ZSTD = Compression(name="zstd", level=3, options=("-comp", "zstd", "-Xcompression-level", "3", "-b", "256K"))
 GZIP = Compression(name="gzip", level=6, options=("-comp", "gzip", "-Xcompression-level", "6"))
 
@@ -267,18 +271,20 @@ GZIP = Compression(name="gzip", level=6, options=("-comp", "gzip", "-Xcompressio
 def choose_compression(
     capabilities: Capabilities | None, requested: CompressionChoice, *, zstd_error: str
 ) -> Compression:
-    """Return zstd if this machine can write and mount it, else gzip.
+    """Return the compression for a new file: the requested one, or else zstd if possible, or else gzip.
+
+    zstd is possible if this machine can write it and mount it.
 
     Parameters
     ----------
-    capabilities : what the runtime that builds the file can do, or None if imgkit runs mksquashfs.
-    zstd_error : why the mksquashfs cannot compress with zstd, or "" if it can.
+    capabilities : options of the runtime that builds the file, or None if imgkit runs mksquashfs.
+    zstd_error : why mksquashfs cannot compress with zstd, or ``""`` if it can.
 
     Raises
     ------
     UsageError : zstd was requested and is not possible.
     """
-    # Without the option --mksquashfs-args, nobody can tell the runtime's mksquashfs how to compress.
+    # Without the option --mksquashfs-args, a runtime does not accept a compression.
     if capabilities is not None and not capabilities.mksquashfs_args:
         return _choose_by_runtime(requested)
     if requested == "gzip":
@@ -293,11 +299,11 @@ def choose_compression(
 
 
 def _choose_by_runtime(requested: CompressionChoice) -> Compression:
-    """Return the compression that a runtime uses by its own configuration, for one that takes no options.
+    """Return the compression for a runtime that accepts no options and uses its own configuration.
 
     Raises
     ------
-    UsageError : zstd was requested, which such a runtime cannot be told to use.
+    UsageError : zstd was requested, but such a runtime has no option for it.
     """
     if requested == "zstd":
         raise UsageError(
@@ -313,7 +319,10 @@ def _choose_by_runtime(requested: CompressionChoice) -> Compression:
 
 
 def kernel_reads_zstd(release: str | None = None) -> bool:
-    """Return whether this kernel can mount zstd squashfs, as 4.14 and later can. True if that is unknown."""
+    """Return whether this kernel can mount a zstd squashfs, which needs Linux 4.14.
+
+    `release` replaces the version of the running kernel. If the version cannot be parsed, the result is True.
+    """
     try:
         major, minor, *_ = (release or os.uname().release).split(".")
         return (int(major), int(minor)) >= (4, 14)

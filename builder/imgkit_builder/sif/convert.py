@@ -1,4 +1,4 @@
-"""Convert any source to a checked .sif or .sqsh."""
+"""Convert an image from any source to a .sif or .sqsh, and check the result."""
 
 from __future__ import annotations
 
@@ -40,18 +40,20 @@ from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 FORMATS: Mapping[FormatName, Format] = {"sif": Sif(), "sqsh": Sqsh()}
 RUNTIME_DISK_SHARE = 3.3
-"""Peak of the temporary files per byte of the image if a runtime builds the .sif.
+"""Maximum size of the temporary files per byte of the image, if a runtime builds the .sif.
 
-At the peak, the disk holds our layers, the runtime's copy of them, the unpacked files and the squashfs.
+At the maximum, the disk contains imgkit's layers, the runtime's copy of them, the unpacked files and the
+squashfs.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionPlan:
-    """How an image is converted, as decided before anything is read or written."""
+    """How an image will be converted. The plan is made before anything is read or written."""
 
     method: Literal["stream", "export", "layers"]
-    """``stream``: merged layers; ``export``: an engine's export; ``layers``: a runtime builds from layers."""
+    """``stream``: imgkit merges the layers. ``export``: imgkit reads an engine's export. ``layers``: a
+    runtime builds the file from the layers."""
     compression: Compression
     squasher: Squasher | None
     """The mksquashfs that writes the file; None if a runtime builds it."""
@@ -68,46 +70,49 @@ class ConversionPlan:
         return self.squasher.disk_share
 
     def accepts(self, record: ImgkitRecord, options: Options) -> bool:
-        """Return whether an existing file can stay, since a conversion by this plan would not improve it.
+        """Return whether an existing file is good enough to skip the conversion.
 
-        `record` says how the existing file was made. It may differ from the plan where the user has not asked
-        for one way: a gzip file will do if zstd was only our default.
+        `record` says how the existing file was made. The file may differ from a part of the plan that the
+        user did not choose. For example, a gzip file is accepted if the plan uses zstd only by default.
         """
         if self.squasher is None and record.runtime != str(self.tool):
             return False
+        # The user wants imgkit to write the file, but a runtime has built it.
         if options.writer == "imgkit" and record.route == "layers":
             return False
         if record.compression == str(self.compression):
             return True
         if self.squasher is None or options.compression != "auto":
             return False
-        # The user has named no compression, and gzip can be mounted everywhere.
+        # The user has chosen no compression, and a gzip squashfs can be mounted everywhere. A runtime without
+        # options compresses with gzip by default.
         return record.compression.startswith(("gzip", "runtime"))
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
     """Convert `source` to the .sif or .sqsh `target`, and check it.
 
-    The new file is written beside `target` and renamed at the end. After an error, `target` is what it was.
+    The new file is written beside `target` and renamed at the end. After an error, `target` is unchanged.
 
     Raises
     ------
     UsageError : the target is another kind of file, the archive has several images, there is no temporary
         folder, or a .sqsh cannot hold a variable of the image.
-    ToolMissing : neither a mksquashfs nor a runtime; for a zstd archive, no zstd program.
-    ToolFailed : mksquashfs or the runtime failed; quotes its last lines and names the log.
-    CheckFailed : no space, a damaged source, or a result that differs from the image.
+    ToolMissing : this machine has neither mksquashfs nor a runtime, or no program zstd for a zstd archive.
+    ToolFailed : mksquashfs or the runtime failed. The error quotes the last lines and names the log.
+    CheckFailed : there is too little space, the source is damaged, or the result differs from the image.
     """
     target = target.absolute()
     format = FORMATS[options.format]
     check_target(target, force=options.force, format=options.format)
     plan = make_plan(source, options)
-    # A stream or a compressed archive hides its configuration until it lies on the disk, see below.
+    # None for a stream or a compressed archive: its configuration is known only after it was unpacked to
+    # disk, see below.
     config = entries.peek_config(source)
     if config is not None:
         existing = _find_existing(target, config, plan, options)
         if existing is not None:
-            # A run may have been killed between its renaming of the file and its cleaning up.
+            # A run may have been killed after it renamed the file and before it removed its temporary files.
             remove_leftovers(target)
             return existing
     for note in plan.notes:
@@ -128,13 +133,13 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 unpack_limit_bytes=options.unpack_limit_bytes,
             ) as image:
                 if config is None:
-                    # Only now is it known which image a spooled source holds.
+                    # The source was unpacked to disk, so its configuration is known only now.
                     existing = _find_existing(target, image.config, plan, options)
                     if existing is not None:
                         return existing
                 _note_foreign_arch(image.config.arch, job)
-                # When this block ends, the unpacked copy of a stream or compressed archive is removed. So the
-                # runtime starts behind it: it needs the room for its own copies.
+                # The end of this block removes the unpacked copy of a stream or compressed archive. The
+                # runtime starts after the block, because it needs the space for its own copies.
                 facts = None
                 layer_bytes = 0
                 if plan.squasher:
@@ -147,7 +152,8 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
                 runtime_build.run_build(job, plan.tool, image.name)
             clock.stage("check")
-            # Before the test run, so that the tested file has the bytes that the user gets.
+            # Add the record before the test run, so that the tested file is exactly the file that the user
+            # gets.
             record = _make_record(image, plan, facts)
             record, checksum = format.put_record(work.part, record, clock.advance)
         _check_result(image.config, layer_bytes, job, plan)
@@ -158,7 +164,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
 
 
 def _note_foreign_arch(arch: str, job: ConversionJob) -> None:
-    """Tell the user if the file will not run on this machine."""
+    """Tell the user if the image is for another processor, so that it cannot run on this machine."""
     if arch != host_arch():
         format = job.options.format
         job.clock.note(f"the image is {arch}, this machine {host_arch()}: the .{format} runs on {arch} only")
@@ -174,7 +180,7 @@ def _make_result(
 ) -> Converted:
     """Return the result for the complete file `target`.
 
-    `log` is None if the file was up to date and nothing was done.
+    `log` is None if the file was already up to date, so that there was no conversion.
     """
     return Converted(
         path=target,
@@ -196,20 +202,21 @@ def _publish(part: Path, target: Path, checksum: str) -> None:
     if not checksum:
         files.publish_file(part, target)
         return
-    # The checksum of the old file must not lie next to the new one, however this process ends.
+    # Remove the old checksum first: if this process is killed, it must not be left beside the new file.
     files.remove_file(sidecar.sha256_path(target))
     files.publish_file(part, target)
     files.write_file(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
 def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
-    """Write the squashfs of `image` into the part file, which becomes `target` at the end.
+    """Write the squashfs of `image` into the part file, which is renamed to `target` at the end.
 
-    It begins behind free space for the header of the format: a .sif has one, a .sqsh has none.
+    In a .sif, free space for the header is left before the squashfs. A .sqsh has no header.
 
     Returns
     -------
-    What imgkit and pip noted in the image, such as its manifest. It is read from the files as they pass by.
+    The facts that imgkit and pip recorded in the image, such as its manifest. They are collected from the
+    files while these are written.
     """
     assert plan.squasher is not None  # noqa: S101 - for the type checker: this method has one
     config = image.config
@@ -224,24 +231,25 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
             offset=FORMATS[job.options.format].squashfs_offset(config),
             squasher=plan.squasher,
         )
-    # Only now, since the collector sees the entries while mksquashfs reads them.
+    # The facts are complete only now, since the collector sees each entry when it is sent to mksquashfs.
     return collector.facts(config.search_path)
 
 
 @contextlib.contextmanager
 def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> Iterator[Iterator[ImageEntry]]:
-    """Yield the entries of `image` as they go into the squashfs.
+    """Yield an iterator over the entries of `image` that will be in the squashfs.
 
-    imgkit adds the files that the format needs, leaves out what it cannot hold, such as devices in a .sqsh,
-    and adds a list of the installed packages.
+    imgkit adds the files that the format needs and a list of the installed packages. It leaves out entries
+    that the format cannot hold, such as devices in a .sqsh.
 
     Parameters
     ----------
-    spool_bytes : how many bytes of unpacked layers may go to disk, so that they are unpacked once only.
+    spool_bytes : how many bytes of unpacked layers may be written to disk. Layers that fit need to be
+        unpacked only once.
 
     Raises
     ------
-    UsageError : the format cannot hold a value of the image; raised before anything is read.
+    UsageError : the format cannot hold a value of the image. The error is raised before anything is read.
     CheckFailed : as in `entries.image_entries`.
     """
     format = FORMATS[job.options.format]
@@ -254,15 +262,16 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
         spool_bytes=spool_bytes,
         unpack_limit_bytes=job.options.unpack_limit_bytes,
     ) as image_files:
+        # The package list comes last, so that it describes the files that really are in the result.
         all_files = entries.with_added_files(image_files, added.replacing, added.if_missing)
         storable_files = format.filter_entries(all_files, note)
         yield entries.with_package_list(storable_files, image.config)
 
 
 def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | None) -> ImgkitRecord:
-    """Return the record that imgkit stores in the new file: what it was made from, and how.
+    """Return the record that imgkit stores in the new file: the source of the file, and how it was made.
 
-    `facts` are what imgkit and pip noted in the image. They are None if a runtime has built the file.
+    `facts` are what imgkit and pip recorded in the image, or None if a runtime has built the file.
     """
     writer = f"imgkit {__version__}"
     if plan.squasher is None:
@@ -282,9 +291,10 @@ def _make_record(image: OpenImage, plan: ConversionPlan, facts: BakedFacts | Non
 
 
 def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, plan: ConversionPlan) -> None:
-    """Check a file that a runtime has built, and start a program in the new file if this machine can.
+    """Check the new file, and test it by starting a program in it if this machine can do that.
 
-    `layer_bytes` is the size of the uncompressed layers: a much smaller file has lost some.
+    Size, architecture and labels are checked only if a runtime has built the file. `layer_bytes` is the size
+    of the uncompressed layers. A much smaller file has lost some of them.
     """
     is_built = plan.squasher is None
     tester = _find_tester(config, job, plan)
@@ -295,10 +305,10 @@ def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, pla
 
 
 def _find_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) -> RuntimeTool | None:
-    """Return the runtime that can start the image on this machine, for a test, or None.
+    """Return the runtime that can test the image on this machine, or None if no test is possible.
 
-    If the test was requested and is not possible, the user is told why: there is no runtime, or the image is
-    for another processor.
+    If the user wants a test that is not possible, a note gives the reason: this machine has no runtime, or
+    the image is for another processor.
     """
     if not job.options.test or not FORMATS[job.options.format].is_started_here:
         return None
@@ -314,9 +324,10 @@ def _find_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) 
 def _find_existing(
     target: Path, config: ImageConfig, plan: ConversionPlan, options: Options
 ) -> Converted | None:
-    """Return the result for `target` if it already is this image, packed as `plan` says. Else return None.
+    """Return the result for `target` if it need not be converted again, else None.
 
-    The file must be undamaged, too: its digest is compared with the recorded one.
+    The existing file must contain the same image, be made as `plan` says, and be undamaged. To find damage,
+    its digest is compared with the recorded one.
     """
     if options.force:
         return None
@@ -336,7 +347,8 @@ def check_target(target: Path, *, force: bool | None, format: FormatName = "sif"
 
     Parameters
     ----------
-    force : allow to replace a file of another format. None: the verb has no ``--force`` to allow that.
+    force : whether a file of another format may be replaced. None means that the command has no option
+        ``--force``, so that the hint must not mention it.
     """
     if target.is_dir():
         raise UsageError("the target is a folder", where=str(target), hint=f"-o {target}/NAME.{format}")
@@ -354,9 +366,9 @@ def check_target(target: Path, *, force: bool | None, format: FormatName = "sif"
 
 
 def make_plan(source: Source, options: Options) -> ConversionPlan:
-    """Choose how to convert: with a mksquashfs of this machine, or else with a container runtime.
+    """Decide how to convert: with the mksquashfs of this machine, or else with a container runtime.
 
-    mksquashfs is preferred, because it keeps all owners and needs no runtime.
+    mksquashfs is preferred, because it keeps the owners of all files and needs no runtime.
 
     Raises
     ------
@@ -407,17 +419,17 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
 
 
 def _plan_runtime(options: Options, reason: str, *, install: str = "") -> ConversionPlan:
-    """Return the plan in which Singularity or Apptainer builds the .sif.
+    """Return a plan in which Singularity or Apptainer builds the .sif.
 
     Parameters
     ----------
-    reason : why a runtime builds it, for the user.
-    install : how to install mksquashfs. Empty if the user asked for the runtime; otherwise the runtime is the
-        slower way, and the user is told so.
+    reason : why a runtime builds the file, for a note to the user.
+    install : how to install mksquashfs, for a hint. It is empty if the user chose the runtime. Otherwise the
+        note adds that a runtime is slower.
 
     Raises
     ------
-    ToolMissing : there is no runtime.
+    ToolMissing : this machine has no runtime.
     """
     try:
         tool = find_runtime(options.runtime, module_hint=options.module_hint)
@@ -425,6 +437,7 @@ def _plan_runtime(options: Options, reason: str, *, install: str = "") -> Conver
         if not install:
             raise
         raise ToolMissing(error.what, hint=f"{error.hint}; or without a runtime: {install}") from error
+    # The runtime runs one of the machine's mksquashfs programs. Which one it chooses is not known.
     zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())
     compression = choose_compression(tool.capabilities, options.compression, zstd_error=zstd_error)
     slower = " (slower)" if install else ""
@@ -437,9 +450,9 @@ def _plan_runtime(options: Options, reason: str, *, install: str = "") -> Conver
 
 
 def list_commands(source: Source, target: Path, options: Options) -> tuple[str, ...]:
-    """Return the commands that a conversion would run, as lines for the user to read.
+    """Return the commands that a conversion would run, as lines of text for the user.
 
-    Names of temporary files are placeholders, such as ``.imgkit-sif.TOKEN``.
+    Temporary files have placeholders as names, such as ``.imgkit-sif.TOKEN``.
 
     Raises
     ------
@@ -465,7 +478,8 @@ def list_commands(source: Source, target: Path, options: Options) -> tuple[str, 
 def _list_squash_commands(
     plan: ConversionPlan, squasher: Squasher, source: Source, part: Path, folder: Path
 ) -> list[str]:
-    """Return the pipeline in which imgkit writes the squashfs `part`, with temporary files in `folder`."""
+    """Return the commands with which imgkit writes the squashfs `part`, with temporary files in `folder`."""
+    # The time 0 is only a placeholder: the image has not been read yet.
     squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
     producer = "merged layers of"
     if plan.method == "export":
@@ -474,7 +488,7 @@ def _list_squash_commands(
 
 
 def _list_build_commands(plan: ConversionPlan, tool: RuntimeTool, part: Path, folder: Path) -> list[str]:
-    """Return the commands by which a runtime builds the .sif `part` in the temporary `folder`."""
+    """Return the commands with which a runtime builds the .sif `part` in the temporary `folder`."""
     image = runtime_build.oci_address("IMAGE")
     arguments = runtime_build.build_arguments(tool, plan.compression, part, image)
     return [
@@ -487,29 +501,29 @@ def _list_build_commands(plan: ConversionPlan, tool: RuntimeTool, part: Path, fo
 def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan) -> None:
     """Raise CheckFailed if there is too little space for `target`, or for temporary files in `base`.
 
-    The space for a stream of unknown size is not checked.
+    If the source is a stream of unknown size, nothing is checked.
     """
     image_bytes = source.size_bytes
     if image_bytes is None:
         return
     temporary_bytes = int(image_bytes * plan.disk_share)
-    # A stream or a compressed archive is unpacked to disk first. A runtime's share has room for that copy,
-    # which is removed before the runtime starts.
+    # A stream or a compressed archive is first unpacked to disk. If a runtime builds the file, that copy is
+    # removed before the runtime starts, so `disk_share` already includes enough space.
     if plan.method == "stream" and entries.is_spooled(source):
         temporary_bytes += image_bytes
     check_space(image_bytes, temporary_bytes, target, base)
 
 
 def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
-    """Return how many bytes of unpacked layers may go to the temporary folder `base`.
+    """Return how many bytes of unpacked layers may be written to the temporary folder `base`.
 
-    The result is 0 if the layers would probably not fit. Then nothing is kept there, and compressed layers
-    are unpacked twice: once for their headers and digests, once for their files.
+    If the layers would probably not fit, the result is 0. Then no unpacked layer is written to disk.
+    Compressed layers are unpacked twice: once for their headers and digests, and once for their files.
     """
     if not isinstance(image.files, StoredImage):
         return 0
     packed_bytes = image.files.packed_bytes
-    # A guess: only unpacking tells the true size.
+    # This is an estimate. The true size is known only after unpacking.
     unpacked_bytes = int(packed_bytes * entries.UNPACKED_FACTOR)
     image_bytes = image.size_bytes - packed_bytes + unpacked_bytes
     free_bytes = spare_bytes(image_bytes, plan.disk_share, target, base)

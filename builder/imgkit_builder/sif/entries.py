@@ -1,16 +1,18 @@
-"""Every source of an image as one stream of merged entries: an archive, an OCI folder, a pipe, an engine.
+"""Read an image from any source as one stream of files: from an archive, an OCI folder, a pipe or an engine.
 
-Layers: nothing is unpacked and no runtime is needed. The first pass reads headers and decides which members
-show (`archive.layers`), while threads compare every layer with its digest. The second pass yields them.
+Layers: the layers of the image are merged without unpacking them to disk and without a container runtime. The
+first pass reads the tar headers and decides which files are visible (`archive.layers`). Meanwhile, threads
+compare every layer with its digest. The second pass yields the visible files.
 
-Export: an engine's image is read from the file system of a container that never starts. imgkit leaves out the
-files that a container has and an image lacks (``.dockerenv``, empty ``etc/hosts``, ...). Docker creates them
-even if the image has its own, so the stream lacks the image's content of those few; docs/reference/files.md
-lists what can differ from the layers. Symlinks with a pax header are written anew, because mksquashfs 4.5.1
-drops the leading ``/``, ``./`` and ``../`` of their targets.
+Export: an engine's image is read with ``docker export`` from a container that never starts. Docker creates
+some files in every container, such as ``.dockerenv`` and an empty ``etc/hosts``. imgkit leaves them out.
+Docker creates them even if the image has files of the same names, so the stream lacks the image's content of
+those few files. docs/reference/files.md lists what can differ from the layers. A symlink with a pax header
+gets a new header, because mksquashfs 4.5.1 drops the leading ``/``, ``./`` and ``../`` of its target.
 
-mksquashfs 4.5.1 also loses a hard link before its target and the second of two equal names, and gives missing
-folders the current time. So each name comes once, folders first, and a link directly after its file.
+mksquashfs 4.5.1 also loses a hard link that comes before its target, and the second of two equal names. It
+gives missing folders the current time. So the stream has each name once, folders come first, and a hard link
+comes directly after its file.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from imgkit_builder.sif import mksquashfs
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 UNPACKED_FACTOR = 3.0
-"""A compressed archive is guessed to unpack to this many times its size."""
+"""Estimated size of the unpacked content per byte of a compressed archive."""
 
 # The engine creates this file with a container. It is the first member of every docker export.
 _DOCKERENV = ".dockerenv"
@@ -52,12 +54,12 @@ _TOUCHED_FOLDERS = frozenset({"dev", "etc", "proc", "sys", "dev/pts", "dev/shm"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageEntry:
-    """A file, folder, link or device, and the names under which it shows."""
+    """A file, folder, link or device of an image, and all its paths in the image."""
 
     names: tuple[str, ...]
     """Relative paths; all but the first become hard links to the first."""
     kind: bytes
-    """Type flag of a tar. An engine's export has hard links as entries of their own, behind their target."""
+    """Type flag of a tar. In an engine's export, a hard link is an entry of its own after its target."""
     mode: int = 0o755
     uid: int = 0
     gid: int = 0
@@ -70,14 +72,14 @@ class ImageEntry:
     size_bytes: int = 0
     """Size of a file; 0 for other kinds."""
     content: Iterable[bytes | memoryview] = ()
-    """The bytes of a file. They can be read once only: who reads them passes on a copy."""
+    """The bytes of a file. They can be read only once, so a reader passes on a copy of the entry."""
     header: bytes = b""
-    """The blocks of the tar that the entry came from, to be written again unchanged. If they are empty, the
-    blocks are made from the values above."""
+    """The entry's header blocks in the source tar, to be written again unchanged. If empty, new blocks are
+    made from the values above."""
 
     @property
     def name(self) -> str:
-        """Its first path."""
+        """The first path of the entry."""
         return self.names[0]
 
     def read(self) -> bytes:
@@ -85,11 +87,12 @@ class ImageEntry:
         return b"".join(map(bytes, self.content))
 
     def changed(self, **values: Any) -> ImageEntry:
-        """Return a copy with other `values`, whose header is made from them."""
+        """Return a copy with the fields in `values` replaced. Its tar header will be made anew."""
+        # The old header blocks would still describe the old values.
         return replace(self, header=b"", **values)
 
     def without_names(self, names: Collection[str]) -> ImageEntry | None:
-        """Return a copy without the paths `names`, or None if no path is left."""
+        """Return a copy without the paths in `names`, or None if no path is left."""
         if not names:
             return self
         remaining = tuple(name for name in self.names if name not in names)
@@ -98,7 +101,8 @@ class ImageEntry:
         return self.changed(names=remaining)
 
     def with_read_content(self, data: bytes) -> ImageEntry:
-        """Return a copy from which `data`, all of the content just read, can be read again."""
+        """Return a copy whose content can be read again. `data` is the complete content just read."""
+        # `changed` would drop the header, which still fits this unchanged content.
         return replace(self, content=(data,))
 
     def with_content(self, data: bytes) -> ImageEntry:
@@ -108,7 +112,7 @@ class ImageEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Archive:
-    """An image archive: docker's two layouts or OCI, plain, gzip or zstd."""
+    """An image archive in one of docker's two layouts or in the OCI layout: plain, gzip or zstd."""
 
     path: Path
 
@@ -124,7 +128,7 @@ class Archive:
 
     @property
     def size_bytes(self) -> int:
-        """Size of the uncompressed image, which is estimated if it is compressed."""
+        """Size of the uncompressed image. It is estimated if the archive is compressed."""
         size_bytes = self.path.stat().st_size
         if self.is_compressed:
             return int(size_bytes * UNPACKED_FACTOR)
@@ -167,8 +171,8 @@ class Piped:
         return status.st_size
 
     def chunks(self) -> Generator[bytes, None, None]:
-        """Yield the plain bytes. A compressed archive is decompressed on the way."""
-        # The first bytes tell the compression. A pipe cannot be read again, so they go in front of the rest.
+        """Yield the bytes of the archive, decompressed if it is compressed."""
+        # The first bytes tell the compression. A pipe cannot be read twice, so they are put before the rest.
         start = self.stream.read(compressed.CHUNK_BYTES)
         rest = iter(lambda: self.stream.read(compressed.CHUNK_BYTES), b"")
         raw = itertools.chain([start], rest)
@@ -177,7 +181,7 @@ class Piped:
 
 @runtime_checkable
 class EngineImage(Protocol):
-    """An image of a Docker engine. ``engine.LocalImage`` is one."""
+    """An image of a Docker engine. ``engine.LocalImage`` implements this protocol."""
 
     @property
     def name(self) -> str:
@@ -185,17 +189,17 @@ class EngineImage(Protocol):
 
     @property
     def config(self) -> ImageConfig:
-        """Its OCI configuration."""
+        """The OCI configuration of the image."""
 
     @property
     def size_bytes(self) -> int:
-        """Size of its layers, uncompressed."""
+        """Total size of the uncompressed layers."""
 
     def save(self) -> AbstractContextManager[Iterator[bytes]]:
         """Stream ``docker save``."""
 
     def export(self) -> AbstractContextManager[Iterator[bytes]]:
-        """Stream ``docker export`` of a container made of it."""
+        """Stream ``docker export`` of a container that was created from the image."""
 
 
 Source = Archive | OciFolder | Piped | EngineImage
@@ -204,8 +208,8 @@ Source = Archive | OciFolder | Piped | EngineImage
 def is_spooled(source: Source) -> bool:
     """Return whether the image must be written to disk as an uncompressed archive before it is converted.
 
-    A stream must, because an archive states the order of its layers at its end, and a stream cannot be read
-    twice. The same holds for a compressed archive.
+    A stream is written to disk because an archive lists the order of its layers at its end, and a stream
+    cannot be read twice. A compressed archive is, because imgkit cannot jump to a position in it.
     """
     if isinstance(source, Archive):
         return source.is_compressed
@@ -213,32 +217,33 @@ def is_spooled(source: Source) -> bool:
 
 
 def peek_config(source: Source) -> ImageConfig | None:
-    """Return the image configuration if it can be had at once.
+    """Return the image configuration if it can be read quickly.
 
-    Return None if the layers would have to be read or unpacked for it, or if the image is damaged.
+    Return None if imgkit would have to read or unpack the layers first, or if the image is damaged.
     """
     if isinstance(source, EngineImage):
         return source.config
-    # To reach the configuration, most of the archive must be read or unpacked.
+    # The configuration can be anywhere in the archive, so most of it would be read or unpacked.
     if isinstance(source, Piped) or is_spooled(source):
         return None
     try:
         return stored.open_image(source.path).selected.config
     except (OSError, UsageError, CheckFailed):
+        # Opening the image for the conversion reports the same error to the user.
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenImage:
-    """An image whose configuration has been read, and whose files are still to come."""
+    """An image whose configuration has been read, but not yet its files."""
 
     name: str
-    """Name for people: a tag where there is one."""
+    """Name for messages: the image's tag if it has one."""
     config: ImageConfig
     size_bytes: int
-    """Size of its layers, compressed or not."""
+    """Size of the layers as they are stored, compressed or not."""
     files: StoredImage | EngineImage
-    """The layers in a file, or the image in an engine, whose ``docker export`` is read."""
+    """The layers in a file, or an image in an engine, which is read with ``docker export``."""
 
 
 @contextlib.contextmanager
@@ -250,24 +255,27 @@ def open_source(
     exports: bool = False,
     unpack_limit_bytes: int | None,
 ) -> Iterator[OpenImage]:
-    """Yield the image of `source`. A stream or a compressed archive is first written to `folder`, unpacked.
+    """Yield the image of `source` with its configuration.
+
+    A stream or a compressed archive is first written to `folder` as an uncompressed archive.
 
     Parameters
     ----------
-    exports : leave an engine's image in the engine. `image_entries` then reads its export.
-    unpack_limit_bytes : refuse a compressed archive that unpacks to more. None stands for the default limit.
+    exports : leave an engine's image in the engine. `image_entries` then reads its ``docker export``.
+    unpack_limit_bytes : refuse a compressed archive that unpacks to more bytes. None stands for the default
+        limit.
 
     Raises
     ------
-    CheckFailed, UsageError : damaged, or not one image.
-    ToolMissing : it is compressed with zstd, and there is no such program.
+    CheckFailed, UsageError : the source is damaged, or does not contain exactly one image.
+    ToolMissing : the source is compressed with zstd, and the program zstd is missing.
     """
     if isinstance(source, EngineImage) and exports:
         yield OpenImage(name=source.name, config=source.config, size_bytes=source.size_bytes, files=source)
         return
     with _open_stored(source, folder, report, unpack_limit_bytes) as image:
         name = source.name
-        # The engine's name is the one that the user typed; an archive may state several.
+        # An image in an engine keeps the name that the user typed. An archive may list several names.
         if image.selected.names and not isinstance(source, EngineImage):
             name = image.selected.names[0]
         yield OpenImage(name=name, config=image.selected.config, size_bytes=image.stored_bytes, files=image)
@@ -278,8 +286,8 @@ def _open_stored(
 ) -> AbstractContextManager[StoredImage]:
     """Return a context manager that yields the image of `source` with its layers in files.
 
-    They must be in files because the layers are read twice. A stream or a compressed archive is first
-    written to `folder` without compression.
+    The layers must be in files because they are read twice. A stream or a compressed archive is first written
+    to `folder` without compression.
     """
     if isinstance(source, Piped):
         report.stage("read standard input")
@@ -303,9 +311,10 @@ def _spool_stream(
     name: str,
     total_bytes: int | None = None,
 ) -> Iterator[StoredImage]:
-    """Write the archive that comes as a stream to a temporary file in `folder`, and yield its image.
+    """Write a streamed archive to a temporary file in `folder`, and yield its image.
 
-    `name` is the image's, for messages. `total_bytes` is the size of the stream, if it is known.
+    The file is removed after the block. `name` is the name of the image in messages. `total_bytes` is the
+    size of the stream for the progress display, or None if it is unknown.
     """
     path = folder / "spool.tar"
     with opening as chunks:
@@ -327,13 +336,13 @@ def image_entries(
 ) -> Iterator[Iterator[ImageEntry]]:
     """Yield an iterator over the visible files of `image`, folders first.
 
-    They come from an engine's export, or from the layers: then all layers are first compared with their
-    digests, and files that a later layer replaces or deletes are left out. Compressed layers are unpacked
-    once, into `folder`, if they fit in `spool_bytes`, and otherwise twice.
+    The files come from an engine's export or from the layers. If they come from the layers, all layers are
+    first compared with their digests. Files that a later layer replaces or deletes are left out. Compressed
+    layers are unpacked once, into `folder`, if they fit in `spool_bytes`. Otherwise they are unpacked twice.
 
     Raises
     ------
-    CheckFailed : a layer is damaged or holds what no image may.
+    CheckFailed : a layer is damaged, or contains something that is not allowed in an image.
     """
     layers = image.files
     created_s = creation_time_s(image.config.created)
@@ -349,7 +358,8 @@ def image_entries(
         return
     if layers.packed_bytes and spool_bytes:
         report.stage("unpack the layers")
-        # NoRoom is raised before anything is yielded: the layers are then read from the beginning.
+        # `_merge_layers` raises NoRoom before this function yields. Then the code below reads the layers
+        # again from the beginning, without temporary files.
         with (
             contextlib.suppress(NoRoom),
             Spool(folder=folder, room_bytes=spool_bytes, advance=report.advance) as spool,
@@ -373,8 +383,8 @@ def _merge_layers(
 
     Parameters
     ----------
-    created_s : time for folders that are in no layer, only files below them.
-    spool : temporary files for unpacked layers. Without it, compressed layers are unpacked a second time.
+    created_s : time for folders that no layer lists, although a layer has files below them.
+    spool : temporary files for unpacked layers. If None, compressed layers are unpacked a second time.
 
     Raises
     ------
@@ -389,6 +399,7 @@ def _merge_layers(
         spool=spool,
     )
     report.stage("merge and squash")
+    # `dissolve` frees the tree while it makes the plan, since an image can have millions of files.
     plan = tree.dissolve()
     folders = (_folder_entry(path, folder, created_s) for path, folder in plan.folders)
     return itertools.chain(folders, _visible_files(scanned, plan, report))
@@ -397,8 +408,8 @@ def _merge_layers(
 def _folder_entry(path: str, folder: FolderEntry | None, created_s: int) -> ImageEntry:
     """Return the entry of the folder `path`.
 
-    `folder` is None if no layer has the folder itself, only files below it. Then it belongs to root, and has
-    the mode 0755 and the time `created_s`.
+    `folder` is None if no layer lists the folder itself, only files below it. Then the folder belongs to
+    root, its mode is 0755, and its time is `created_s`.
     """
     if folder is None:
         folder = FolderEntry(mtime_s=created_s)
@@ -416,8 +427,8 @@ def _folder_entry(path: str, folder: FolderEntry | None, created_s: int) -> Imag
 def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Iterator[ImageEntry]:
     """Read the layers a second time, and yield the files, links and devices that are visible in the image.
 
-    `plan` says which members of each layer are visible, and under which names. It is emptied on the way to
-    free memory.
+    `plan` says which members of each layer are visible, and under which names. The function removes each
+    entry of the plan after use, to free memory.
     """
     total_bytes = image.stored_bytes
     earlier_bytes = 0
@@ -427,6 +438,7 @@ def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Ite
                 for entry in _visible_files_of_layer(stream, visible_paths):
                     yield entry
                     done_bytes = earlier_bytes + stream.position
+                    # A compressed layer can have more bytes than `stored_bytes` counts for it.
                     report.advance(done_bytes, max(total_bytes, done_bytes))
         earlier_bytes += layer.region.size_bytes
 
@@ -434,25 +446,29 @@ def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Ite
 def _visible_files_of_layer(
     stream: TarStream, visible_paths: dict[int, tuple[str, ...]]
 ) -> Iterator[ImageEntry]:
-    """Yield the members of a layer at the positions in `visible_paths`, and remove these on the way."""
+    """Yield the visible members of one layer.
+
+    `visible_paths` maps the position of a member in the tar to its paths in the image. Each item is removed
+    when its member is yielded.
+    """
     for position, member in enumerate(stream):
         if position not in visible_paths:
             continue
         yield member_entry(member, stream.content(), names=visible_paths.pop(position))
         if not visible_paths:
-            return  # later layers hide the rest
+            return  # the other members of this layer are hidden by later layers
 
 
 def member_entry(
     member: Member, content: Iterable[bytes | memoryview], *, names: tuple[str, ...] = (), header: bytes = b""
 ) -> ImageEntry:
-    """Return the entry of a tar's member.
+    """Convert a member of a tar to an `ImageEntry`.
 
     Parameters
     ----------
-    content : the bytes behind the member's header. Only a regular file has them.
-    names : the paths of the entry, in place of the name in the tar.
-    header : the member's blocks in the tar, to be written again unchanged.
+    content : the bytes after the member's header. They are used only for a regular file.
+    names : the paths of the entry. If empty, the entry gets the name in the tar.
+    header : the header blocks of the member in the tar, to be written again unchanged.
     """
     is_file = member.kind == REGULAR
     return ImageEntry(
@@ -480,19 +496,21 @@ def export_entries(
 ) -> Iterator[ImageEntry]:
     """Yield the entries of a ``docker export`` stream, without the files that the engine adds.
 
-    The engine has made a container for the export, and has put files such as ``etc/hosts`` into it. They are
-    known by their names and by their time, which is that of ``.dockerenv``, the first file.
+    For an export, the engine creates a container and adds files such as ``etc/hosts`` to it. imgkit
+    recognizes these files by their names and properties: some are empty, and others have almost the same
+    time as ``.dockerenv``, the first file of the stream.
 
     Parameters
     ----------
-    created_s : time of the image. Folders whose times the engine has changed get it.
-    name : the image's, for messages.
+    created_s : creation time of the image. It replaces the times of folders that the engine has touched.
+    name : name of the image, for messages.
     advance : receives the number of bytes read so far.
 
     Raises
     ------
     CheckFailed : the stream is damaged or cut short.
     """
+    # Until ``.dockerenv`` has been read, no member counts as recent.
     container_s: float = math.inf
     stream = TarStream(chunks, name=name)
     for member in stream:
@@ -507,23 +525,27 @@ def export_entries(
         else:
             yield member_entry(member, stream.content(), header=_reusable_header(member))
         advance(stream.position)
-    # The engine reports an error if nobody reads the end of its stream.
+    # The engine reports an error if its stream is closed before the end.
     stream.drain()
 
 
 def _reusable_header(member: Member) -> bytes:
-    """Return the tar blocks of `member` if mksquashfs can read them. Otherwise they must be made anew."""
-    # mksquashfs 4.5.1 cuts the target of a symlink in a pax header.
+    """Return the header blocks of `member`, or ``b""`` if mksquashfs would misread them.
+
+    If the result is empty, the caller makes new header blocks.
+    """
+    # mksquashfs 4.5.1 drops the leading "/" or "../" from the target of a symlink in a pax header.
     is_misread = member.kind == SYMLINK and "linkpath" in member.pax
     if is_misread or member.sparse is not None:
         return b""
+    # The extended blocks, such as a long name, come before the header that they describe.
     return member.extended + member.header
 
 
 def _is_made_by_engine(member: Member, is_recent: bool) -> bool:
-    """Return whether the engine, not the image, has put the file into the container.
+    """Return whether the file comes from the engine and not from the image.
 
-    The engine's files are empty and have the mode 0755. `is_recent` says that the file was made within
+    The engine's files are empty and have the mode 0755. `is_recent` is true if the file was created within
     seconds of the container.
     """
     if member.name == _DOCKERENV:
@@ -541,20 +563,20 @@ def _is_made_by_engine(member: Member, is_recent: bool) -> bool:
 def with_added_files(
     entries: Iterator[ImageEntry], replacing: Iterable[ImageEntry], if_missing: Iterable[ImageEntry]
 ) -> Iterator[ImageEntry]:
-    """Yield the image's `entries`, and behind the last one the files that imgkit adds.
+    """Yield the image's `entries`, and then the files that imgkit adds.
 
     Parameters
     ----------
-    replacing : files that replace what the image has at their paths. An image that was made from a .sif may
-        have some of them.
-    if_missing : files that are added only if the image has nothing at their paths, and no link or file where
-        they need a folder.
+    replacing : files that replace whatever the image has at their paths. An image that was made from a .sif
+        may already have some of them.
+    if_missing : files that are added only if their paths are unused in the image. They are also left out if
+        the image has a link or file where one of their parent folders would be.
     """
     replacing_by_path = {entry.name: entry for entry in replacing}
     to_add = replacing_by_path | {entry.name: entry for entry in if_missing}
     top_folders = {_top_folder(path) for path in to_add}
     for entry in entries:
-        # For speed: most entries are in folders to which imgkit adds nothing.
+        # A shortcut for speed: most entries are in folders to which imgkit adds nothing.
         if top_folders.isdisjoint(map(_top_folder, entry.names)):
             yield entry
             continue
@@ -563,38 +585,41 @@ def with_added_files(
         if remaining is not None:
             for path in _paths_in_place(remaining, to_add):
                 to_add.pop(path, None)
-            # A folder of imgkit only changes owner, mode and time: what the image has in the folder stays.
+            # If both have this folder, imgkit's entry sets its owner, mode and time. The files of the image
+            # in the folder remain.
             yield replacing_by_path.get(remaining.name, remaining)
-    # Folders sort before what is in them.
+    # In sorted order, a folder comes before its files, as mksquashfs needs it.
     for path in sorted(to_add):
         yield to_add[path]
 
 
 def _top_folder(path: str) -> str:
-    """Return the first name in `path`: ``usr`` of ``usr/lib/a``."""
+    """Return the first component of `path`: ``usr/lib/a`` -> ``usr``."""
     return path.partition("/")[0]
 
 
 def _paths_in_place(existing: ImageEntry, to_add: Collection[str]) -> list[str]:
-    """Return the paths of `to_add` at which imgkit adds nothing, since the image has `existing` there.
+    """Return the paths of `to_add` that imgkit must not add, because the image already has `existing`.
 
-    If `existing` is a file or link, these are also the paths below it.
+    These are the paths of `existing` itself. If `existing` is a file or link, all paths below it are
+    included, since it is not a folder that could contain them.
     """
     paths = [name for name in existing.names if name in to_add]
     if existing.kind == DIRECTORY:
         return paths
-    folders = tuple(f"{path}/" for path in paths)
-    return paths + [path for path in to_add if path.startswith(folders)]
+    prefixes = tuple(f"{path}/" for path in paths)
+    return paths + [path for path in to_add if path.startswith(prefixes)]
 
 
 def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) -> bool:
-    """Return whether an entry in `replacing` replaces the image's entry `path`, which is of this `kind`.
+    """Return whether a file that imgkit adds replaces the image's entry `path`, which has the type `kind`.
 
-    A new file replaces whatever the image has at its path and below it. A new folder replaces a file or link
-    at its path, but not a folder and what is in it.
+    `replacing` maps paths to the added files. An added file replaces whatever the image has at its path and
+    below it. An added folder replaces a file or link at its path, but not a folder or the files in it.
     """
     if path in replacing and kind != DIRECTORY:
         return True
+    # The path itself is the first to be looked up, then each folder above it.
     ancestor = path
     while ancestor:
         new_entry = replacing.get(ancestor)
@@ -605,17 +630,17 @@ def _is_replaced(path: str, kind: bytes, replacing: Mapping[str, ImageEntry]) ->
 
 
 def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Iterator[ImageEntry]:
-    """Yield `entries`, and behind the last one a document that lists the installed packages in SPDX form.
+    """Yield `entries`, and then an SPDX document that lists the packages installed in the image.
 
-    No document is added if /opt or /opt/imgkit of the image is a link or file, or if the image has a folder
-    at the document's path. An older document of the image is left out.
+    An older document in the image is left out. No document is added if /opt or /opt/imgkit of the image is a
+    link or file, or if the image has a folder at the document's path.
     """
     collector = InventoryCollector()
     existing_kinds = {}
     for entry in entries:
         remaining: ImageEntry | None = entry
         if SPDX_PATH in entry.names and entry.kind != DIRECTORY:
-            # The image was made from a .sif of imgkit. The old list may lack what was installed since.
+            # The image was made from a .sif of imgkit. The old list may lack packages installed since then.
             remaining = entry.without_names((SPDX_PATH,))
         if remaining is None:
             continue
@@ -635,9 +660,10 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
 
 
 def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
-    """Give `collector` a copy of the entry's content if it says something about installed packages.
+    """Give `collector` a copy of the entry's content if the file describes installed packages.
 
-    Return the entry to pass on: the content of `entry` can be read only once, that of the result again.
+    Return the entry to use from now on. The content of `entry` can be read only once. If this function has
+    read it, the result contains a copy.
     """
     if entry.kind == HARD_LINK:
         for name in entry.names:
@@ -647,7 +673,7 @@ def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> Imag
     relevant_names = [name for name in entry.names if collector.is_relevant(name)]
     if not relevant_names:
         return entry
-    # A large file is not read, so that memory stays bounded. None makes the list say that it was skipped.
+    # A large file is not read, which limits memory. None tells the collector that the file was skipped.
     data = None
     if entry.size_bytes <= MAX_FILE_BYTES:
         data = entry.read()

@@ -1,4 +1,4 @@
-"""Read a .sif file by parsing its structs, without singularity; `objects` writes one.
+"""Read a .sif file by parsing its structs, without singularity. The module `objects` writes .sif files.
 
 The format is that of https://github.com/apptainer/sif (pkg/sif/sif.go). All integers are little-endian::
 
@@ -14,8 +14,8 @@ The format is that of https://github.com/apptainer/sif (pkg/sif/sif.go). All int
     | signatures                  |  those that a runtime added
     +-----------------------------+
 
-The same content gives the same bytes, on any machine and at any time: times, owners and the UUID are zero,
-which the runtimes accept (``apptainer build --reproducible`` writes such files too).
+The same content gives the same bytes, on any machine and at any time, because times, owners and the UUID are
+zero. The runtimes accept that (``apptainer build --reproducible`` writes such files too).
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ RECORD_SCHEMA = 2
 """Version of that object's form. Version 1 had no `ImgkitRecord.facts`."""
 MAGIC = b"SIF_MAGIC\0"
 MAGIC_OFFSET = 32
-"""The launch script line comes first."""
+"""The line of the launch script comes before the magic bytes."""
 GROUP_FLAG = 0xF0000000
-"""These high bits mark the number of a group in a descriptor; tools show the rest."""
+"""Descriptors store the number of a group with these high bits set. Tools show the number without them."""
 HEADER = struct.Struct("<32s10s3s3s16s8q")
 DESCRIPTOR = struct.Struct("<iBIII7q128s384s")
 _PARTITION = struct.Struct("<ii3s")
@@ -52,7 +52,8 @@ _FS_SQUASHFS = 1
 _FS_ENCRYPTED = 5
 SUPERBLOCK = struct.Struct("<4sIIIIH10xQQQ8xQQQQ")
 SQUASHFS_MAGIC = b"hsqs"
-# The numbers of a header come from a file that anybody may have written. Runtimes write 48 descriptors.
+# The limits protect against a damaged or hostile file, whose header can contain any numbers. Runtimes write
+# 48 descriptors.
 _MAX_DESCRIPTORS = 4096
 _MAX_JSON_BYTES = 4 << 20
 
@@ -60,17 +61,18 @@ ARCHS = (
     *("unknown", "386", "amd64", "arm", "arm64", "ppc64", "ppc64le"),
     *("mips", "mipsle", "mips64", "mips64le", "s390x", "riscv64"),
 )
-"""Position is the number that a header stores as two digits and that ``sif add --partarch`` takes."""
+"""A header stores an architecture as its position in this tuple, as two digits. ``sif add --partarch`` takes
+the same number."""
 
 COMPRESSORS = ("unknown", "gzip", "lzma", "lzo", "xz", "lz4", "zstd")
-"""Position is the number in a squashfs superblock."""
+"""A squashfs superblock stores a compressor as its position in this tuple."""
 
 Advance = Callable[[int, "int | None"], None]
-"""Receives the bytes done and the total."""
+"""A function that receives the number of bytes done and the total number."""
 
 
 class DataType(IntEnum):
-    """Kinds of data objects that imgkit looks at. The others stay plain numbers."""
+    """Types of data objects that imgkit reads or writes. Descriptors of other types keep plain numbers."""
 
     DEFFILE = 0x4001
     PARTITION = 0x4004
@@ -86,7 +88,7 @@ class PartitionType(IntEnum):
 
 
 class Header(NamedTuple):
-    """The global header, in the order of its bytes."""
+    """The global header of a .sif. The fields are in the order of its bytes."""
 
     launch: bytes
     magic: bytes
@@ -105,7 +107,7 @@ class Header(NamedTuple):
 
 
 class _PartitionFields(NamedTuple):
-    """What `Descriptor.extra` states about a partition, in the order of its bytes."""
+    """The fields in `Descriptor.extra` of a partition, in the order of its bytes."""
 
     file_system: int
     kind: int
@@ -113,13 +115,13 @@ class _PartitionFields(NamedTuple):
 
 
 class Descriptor(NamedTuple):
-    """One data object, in the order of its bytes. Its position in the table is its id minus 1."""
+    """The description of one data object, in the order of its bytes. Its index in the table is its id - 1."""
 
     datatype: int
     used: int
     id: int
     flagged_group: int
-    """Number with the bits of `GROUP_FLAG`."""
+    """Number of the object's group, with the bits of `GROUP_FLAG` set."""
     link: int
     """Group or object that a signature covers, with the bits of `GROUP_FLAG` for a group."""
     offset: int
@@ -135,36 +137,36 @@ class Descriptor(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the object, for people."""
+        """Name of the object as text."""
         return self.raw_name.split(b"\0", 1)[0].decode("utf-8", "replace")
 
     @property
     def group(self) -> int:
-        """Number of its group, as tools show it."""
+        """Number of the object's group, as tools show it."""
         return self.flagged_group & ~GROUP_FLAG
 
     @property
     def end(self) -> int:
-        """Position of the first byte behind the object."""
+        """Position of the first byte after the object."""
         return self.offset + self.size_bytes
 
     @property
     def partition(self) -> int:
-        """The kind of the partition, a number as in `PartitionType`; 0 if the object is not a partition."""
+        """The type of the partition, a number as in `PartitionType`, or 0 if it is not a partition."""
         if self.datatype != DataType.PARTITION:
             return 0
         return self._partition_fields().kind
 
     @property
     def arch(self) -> str:
-        """Architecture of a partition. It is empty for other objects."""
+        """Architecture of the partition, or ``""`` if the object is not a partition."""
         if not self.partition:
             return ""
         return _arch_name(self._partition_fields().arch_code)
 
     @property
     def encrypted(self) -> bool:
-        """Whether it is a partition that a runtime mounts only with a key."""
+        """Whether the object is a partition that a runtime can mount only with a key."""
         return bool(self.partition) and self._partition_fields().file_system == _FS_ENCRYPTED
 
     def _partition_fields(self) -> _PartitionFields:
@@ -172,7 +174,10 @@ class Descriptor(NamedTuple):
 
 
 class Superblock(NamedTuple):
-    """The fields of a squashfs' superblock that imgkit uses, in their order. Offsets count from its start."""
+    """The fields of a squashfs superblock that imgkit uses, in their order.
+
+    The offsets of tables count from the start of the squashfs.
+    """
 
     magic: bytes
     inodes: int
@@ -181,8 +186,8 @@ class Superblock(NamedTuple):
     fragments: int
     compressor_number: int
     root_inode: int
-    """Where the inode of the root folder is: the low 16 bits are its offset in a block, the higher bits are
-    the offset of that block in the inode table."""
+    """Position of the root folder's inode. The low 16 bits are its offset in a block. The higher bits are the
+    offset of that block in the inode table."""
     used_bytes: int
     owner_table: int
     inode_table: int
@@ -214,16 +219,17 @@ class ImgkitRecord:
     compression: str
     """``zstd 3``, ``gzip 6``, or ``runtime`` if the runtime chose."""
     route: str
-    """Where the files came from: ``stream`` and ``export`` if imgkit wrote the file from an archive or an
-    engine, ``layers`` or ``definition`` if a runtime built it."""
+    """How the file was made. ``stream`` and ``export``: imgkit wrote it from an archive or an engine.
+    ``layers`` and ``definition``: a runtime built it."""
     imgkit: str
     """Version of imgkit."""
     source: str = ""
     """Name of the image, for people."""
     facts: BakedFacts | None = None
-    """What imgkit and pip noted in the image; None if a runtime built the file, so that nobody has looked."""
+    """What imgkit and pip recorded in the image. It is None if a runtime built the file, because imgkit does
+    not read the files of the image then."""
     arch: str = ""
-    """Architecture, in the record of a .sqsh; the header of a .sif has it."""
+    """Architecture, only in the record of a .sqsh. A .sif has it in its header."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,7 +239,7 @@ class SifImage:
     path: Path
     header: Header
     table: tuple[Descriptor, ...]
-    """All descriptors, with the unused ones."""
+    """All descriptors, including unused ones."""
     size_bytes: int
     record: ImgkitRecord | None
 
@@ -249,12 +255,12 @@ class SifImage:
 
     @property
     def end(self) -> int:
-        """Position behind the last object."""
+        """Position of the first byte after the last object."""
         return max((descriptor.end for descriptor in self.descriptors), default=self.header.data_offset)
 
     @property
     def root(self) -> Descriptor | None:
-        """The primary system partition."""
+        """The root partition, which contains the files of the image, or None."""
         for descriptor in self.descriptors:
             if descriptor.partition == PartitionType.PRIMARY:
                 return descriptor
@@ -273,9 +279,9 @@ class SifImage:
 
     @property
     def overlays(self) -> tuple[Descriptor, ...]:
-        """The overlay partitions that a runtime lays over the root partition, lowest first.
+        """The overlay partitions that a runtime mounts over the root partition, lowest first.
 
-        A runtime ignores partitions in another group than the root partition's.
+        A runtime ignores overlays that are not in the group of the root partition.
         """
         root = self.root
         if root is None:
@@ -292,7 +298,7 @@ class SifImage:
 
 
 def is_sif(path: Path) -> bool:
-    """Return whether the file starts like a .sif. One that cannot be read does not."""
+    """Return whether the file begins like a .sif. Return False if it cannot be read."""
     try:
         with files.open_regular(path) as stream:
             stream.seek(MAGIC_OFFSET)
@@ -320,7 +326,8 @@ def read(path: Path) -> SifImage:
 def parse(path: Path, stream: BinaryIO) -> SifImage:
     """Return the header, the table of data objects and imgkit's record of an open .sif.
 
-    `path` is for messages. Nothing else of the file is read, but all objects must lie within it.
+    The function reads no other content, but checks that all objects are inside the file. `path` is only used
+    in messages.
 
     Raises
     ------
@@ -329,6 +336,7 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
     file_bytes = os.fstat(stream.fileno()).st_size
     header = _read_header(path, stream)
     table_bytes = header.total * DESCRIPTOR.size
+    # A damaged header can contain an offset that is too large for `seek`.
     stream.seek(min(header.table_offset, file_bytes))
     raw_table = stream.read(table_bytes)
     if len(raw_table) < table_bytes:
@@ -350,7 +358,9 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
 
 
 def _read_header(path: Path, stream: BinaryIO) -> Header:
-    """Return the global header after a check of its numbers, which a hostile or damaged file may state wrong.
+    """Read the global header, and check its numbers.
+
+    The file may be hostile or damaged, so the numbers are checked before they are used.
 
     Raises
     ------
@@ -371,14 +381,14 @@ def _read_header(path: Path, stream: BinaryIO) -> Header:
 
 
 def is_record(descriptor: Descriptor) -> bool:
-    """Return whether the object is the record of imgkit."""
+    """Return whether the object is imgkit's record, the JSON of an `ImgkitRecord`."""
     return descriptor.datatype == DataType.JSON and descriptor.name == IMGKIT_OBJECT
 
 
 def _arch_name(code: bytes) -> str:
-    """Return the architecture that a header writes as two digits: ``b"02"`` -> ``amd64``.
+    """Return the architecture for its two digits in a header: ``b"02"`` -> ``amd64``.
 
-    Other bytes give ``unknown``.
+    Invalid bytes give ``unknown``.
     """
     digits = code.rstrip(b"\0")
     if not digits.isdigit() or int(digits) >= len(ARCHS):
@@ -392,7 +402,7 @@ def arch_code(arch: str) -> bytes:
 
 
 def partition_extra(kind: PartitionType, arch: str) -> bytes:
-    """Return the last field of the descriptor of a partition with a squashfs for `arch`."""
+    """Return the field `Descriptor.extra` for a squashfs partition of the type `kind` for `arch`."""
     return _PARTITION.pack(_FS_SQUASHFS, kind, arch_code(arch))
 
 
@@ -410,6 +420,7 @@ def read_object(image: SifImage, descriptor: Descriptor) -> bytes:
 def record_text(record: ImgkitRecord) -> bytes:
     """Return the JSON of `record`."""
     values = dataclasses.asdict(record)
+    # Only the record of a .sqsh has an architecture.
     if not record.arch:
         del values["arch"]
     values = json_text.seal({"schema": RECORD_SCHEMA, **values})
@@ -432,7 +443,7 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
                 hint="convert the image again with this version: imgkit sif; or update imgkit",
             )
         json_text.unseal(values)
-        # The version of the form is not a field of `ImgkitRecord`.
+        # The version of the form is not a field of `ImgkitRecord`, which is built from `values` below.
         del values["schema"]
         record: ImgkitRecord = json_text.build_value(ImgkitRecord, values, "it", closed=True)
         return record
@@ -441,7 +452,7 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
 
 
 def root_superblock(image: SifImage) -> Superblock | None:
-    """Return the superblock of the root partition, or None if there is none or not a squashfs."""
+    """Return the superblock of the root partition, or None if there is no root partition with a squashfs."""
     root = image.root
     if root is None or root.size_bytes < SUPERBLOCK.size:
         return None
@@ -449,7 +460,7 @@ def root_superblock(image: SifImage) -> Superblock | None:
 
 
 def read_superblock(path: Path, offset: int = 0) -> Superblock | None:
-    """Return the superblock of the squashfs at byte `offset` of `path`, or None if there is none."""
+    """Return the superblock of the squashfs at byte `offset` of `path`, or None if no squashfs is there."""
     with files.open_regular(path) as stream:
         stream.seek(offset)
         raw = stream.read(SUPERBLOCK.size)
@@ -459,14 +470,16 @@ def read_superblock(path: Path, offset: int = 0) -> Superblock | None:
 
 
 def identify(path: Path, sif: SifImage) -> tuple[str, str]:
-    """Return the image id and the hex digest of the root partition of the .sif `path`, parsed as `sif`.
+    """Return the image id of the .sif `path`, and the hex digest of its root partition.
 
-    A .sif that another tool made states no image id. Its id is then made from the digest: ``sha256:DIGEST``.
+    `sif` is the parsed file. A .sif that another tool wrote contains no image id. Then the id is made from
+    the digest: ``sha256:DIGEST``.
     """
     if sif.record is None:
         digest = root_sha256(path)
         return f"sha256:{digest}", digest
     digest = sif.record.root_sha256
+    # The record has no image id if the image came from a registry.
     return sif.record.image_id or f"sha256:{digest}", digest
 
 
@@ -477,7 +490,7 @@ def root_sha256(path: Path, *, advance: Advance | None = None) -> str:
 
     Raises
     ------
-    CheckFailed : not a .sif, or without a root partition.
+    CheckFailed : the file is not a .sif, or has no root partition.
     """
     root = read(path).require_root()
     with files.open_regular(path) as stream:
@@ -505,8 +518,9 @@ def check_structure(path: Path) -> SifImage:
 
 
 def refuse_damaged(path: Path) -> None:
-    """Raise CheckFailed if the squashfs of the .sif has another sha256 than its record says."""
+    """Raise CheckFailed if the sha256 of the squashfs in the .sif differs from the recorded one."""
     record = read(path).record
+    # A .sif of another tool has no record, so its content cannot be verified.
     if record and root_sha256(path) != record.root_sha256:
         raise CheckFailed(
             "the .sif is damaged: its root partition has another sha256 than recorded",

@@ -1,8 +1,8 @@
-"""The mksquashfs of this machine: find it, and limit the processors and memory that it uses.
+"""Find mksquashfs on this machine, and limit the processors and memory that it uses.
 
-mksquashfs looks at the machine, not at the job. Inside a Slurm or PBS job, or a container, it starts a thread
-per processor of the whole node and takes a quarter of the node's memory. The job is then killed (apptainer
-issue 2601, singularity issues 5434 and 4397).
+mksquashfs reads the size of the machine, not the limits of the job. In a Slurm or PBS job, or in a container,
+it starts one thread per processor of the whole node and takes a quarter of the node's memory. The job is then
+killed (apptainer issue 2601, singularity issues 5434 and 4397).
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from imgkit_builder.base.process import run
 from imgkit_entrypoints import files
 from imgkit_entrypoints.arguments import parse_digits
 
-# Where distributions put it and an ordinary user's PATH does not look.
+# Distributions install mksquashfs into these folders, which are often not on the PATH of an ordinary user.
 _SBIN_FOLDERS = ("/usr/sbin", "/sbin", "/usr/local/sbin")
 _RUNTIMES = ("apptainer", "singularity")
 _CONFIGURED_PATH = re.compile(r"^\s*mksquashfs path\s*=\s*(\S.*?)\s*$", re.MULTILINE)
 _MAX_CONFIG_BYTES = 1 << 20
 
-# "0::/user.slice" of v2, "4:cpu,cpuacct:/slurm/job_1" of v1
+# A line of /proc/self/cgroup: "0::/user.slice" in cgroup v2, "4:cpu,cpuacct:/slurm/job_1" in v1
 _GROUP = re.compile(r"[^:]*:(?P<controllers>[^:]*):(?P<path>.*)")
-# cgroup v1 writes a huge page-rounded number where there is no limit.
+# cgroup v1 writes a huge number, rounded to a page, if there is no limit.
 _UNLIMITED_V1 = 1 << 60
 _MIN_MEMORY_BYTES = 128 << 20
-# With more memory, mksquashfs is no faster. With this, imgkit and mksquashfs together stay below 1 GiB.
+# More memory does not make mksquashfs faster. With this value, imgkit and mksquashfs together use below 1
+# GiB.
 _MAX_MEMORY_BYTES = 512 << 20
 
 
 def find_tar_reader() -> Path | None:
-    """Return the mksquashfs that reads a tar from standard input (4.5 and later), or None."""
+    """Return a mksquashfs that can read a tar from standard input (4.5 and later), or None."""
     for program in find_programs():
         if has_option(program, r"-tar\b"):
             return program
@@ -45,7 +46,7 @@ def find_tar_reader() -> Path | None:
 
 
 def describe_obstacle() -> str:
-    """Return why no mksquashfs here reads a tar. The text is empty if one does."""
+    """Return why no mksquashfs on this machine can read a tar, or ``""`` if one of them can."""
     programs = find_programs()
     if not programs:
         return "mksquashfs is not on this machine"
@@ -55,14 +56,14 @@ def describe_obstacle() -> str:
 
 
 def find_any() -> Path | None:
-    """Return the program that `find_tar_reader` chooses, or else any other. None if there is none."""
+    """Return a mksquashfs that can read a tar, or else any other mksquashfs, or None if there is none."""
     return find_tar_reader() or next(iter(find_programs()), None)
 
 
 def zstd_error(program: Path | None) -> str:
     """Return a sentence for the user if the mksquashfs `program` cannot compress with zstd, else ``""``.
 
-    ``None`` stands for a machine without mksquashfs, where nothing is known, and gives ``""``.
+    `program` is None if this machine has no mksquashfs. Then nothing is known, and the result is ``""``.
     """
     if program is None or has_option(program, r"zstd\b"):
         return ""
@@ -70,10 +71,10 @@ def zstd_error(program: Path | None) -> str:
 
 
 def find_programs() -> tuple[Path, ...]:
-    """Return every mksquashfs of this machine, without repetition.
+    """Return every mksquashfs of this machine, each only once, the preferred one first.
 
-    It may be on PATH, in a folder for administrators such as /usr/sbin, or be brought along by a container
-    runtime or named in its configuration.
+    The search covers PATH, folders for administrators such as /usr/sbin, the installation folders of
+    container runtimes, and the paths in the configuration files of the runtimes.
     """
     sbin = os.pathsep.join(_SBIN_FOLDERS)
     programs = [shutil.which("mksquashfs") or shutil.which("mksquashfs", path=sbin)]
@@ -84,45 +85,48 @@ def find_programs() -> tuple[Path, ...]:
             programs += _find_bundled(prefix)
             programs += _find_configured(prefix)
     existing = [Path(program) for program in programs if program]
+    # A dict drops repeated paths but keeps their order, unlike a set.
     return tuple(dict.fromkeys(existing))
 
 
 def _find_bundled(prefix: Path) -> Iterator[str | None]:
-    """Yield the mksquashfs that a runtime brings along, or None for each possible folder that has none.
+    """Yield each mksquashfs that was installed with a runtime, and None for each folder without one.
 
-    `prefix` is where the runtime is installed, such as ``/usr``. An unprivileged installation has a folder
-    for each architecture below it. Folders of both runtimes are tried, since an Apptainer may be installed
-    under the name ``singularity`` only.
+    `prefix` is the folder in which the runtime is installed, such as ``/usr``. An unprivileged installation
+    has a subfolder for each architecture. The folders of both runtimes are searched, because Apptainer may be
+    installed only under the name ``singularity``.
     """
-    folders = [prefix / f"libexec/{flavour}/bin" for flavour in _RUNTIMES]
+    folders = [prefix / f"libexec/{runtime_name}/bin" for runtime_name in _RUNTIMES]
     folders += [prefix / "utils/bin", *prefix.glob("*/utils/bin")]
     for folder in folders:
         yield shutil.which("mksquashfs", path=str(folder))
 
 
 def _find_configured(prefix: Path) -> Iterator[str | None]:
-    """Yield the mksquashfs that the configuration file of a runtime names: ``mksquashfs path = /opt/bin``.
+    """Yield the mksquashfs from a line like ``mksquashfs path = /opt/bin`` in a runtime's configuration file.
 
-    `prefix` is where the runtime is installed. The file is below it, or in /etc if it is ``/usr``. The value
-    may be the program or its folder. None is yielded if there is no program.
+    `prefix` is the folder in which the runtime is installed. The configuration file is below it, or in /etc
+    if `prefix` is ``/usr``. The value may be the path of the program or of its folder. If the program does
+    not exist, the function yields None.
     """
     folders = [prefix / "etc", *prefix.glob("*/etc")]
     if prefix == Path("/usr"):
         folders.append(Path("/etc"))
-    for folder, flavour in itertools.product(folders, _RUNTIMES):
+    for folder, runtime_name in itertools.product(folders, _RUNTIMES):
         try:
-            with files.open_regular(folder / flavour / f"{flavour}.conf") as stream:
+            with files.open_regular(folder / runtime_name / f"{runtime_name}.conf") as stream:
                 text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
         except OSError:
             continue
         values = _CONFIGURED_PATH.findall(text)
         if values:
-            path = values[-1]  # the last of several lines counts
+            path = values[-1]  # if the setting is repeated, the last line is valid
+            # First take the value as a program, then as a folder.
             yield shutil.which(path) or shutil.which("mksquashfs", path=path)
 
 
 def read_version(program: Path) -> str:
-    """Return its version, as its ``-version`` says."""
+    """Return the version that ``mksquashfs -version`` prints, or ``"unknown"``."""
     output = run([program, "-version"], check=False).output
     match = re.search(r" version (\S+)", output)  # "mksquashfs version 4.5.1 (2022/03/17)"
     if match is None:
@@ -131,42 +135,43 @@ def read_version(program: Path) -> str:
 
 
 def has_option(program: Path, option: str) -> bool:
-    """Return whether a line of its help begins with the regular expression `option`."""
+    """Return whether the program's help has a line that begins with the regular expression `option`."""
     return re.search(rf"^\s*{option}", _help(program, program.stat().st_mtime_ns), re.MULTILINE) is not None
 
 
 @functools.cache
 def _help(program: Path, _changed_ns: int) -> str:
-    # Versions differ in the exit code of -help: 0 or 1. From 4.7 on it is short, and -help-all is long.
+    # `_changed_ns` is part of the cache key: an updated program is asked again. The exit code is ignored,
+    # since -help exits with 0 or 1, depending on the version. From 4.7 on, only -help-all lists all options.
     return "".join(run([program, option], check=False).output for option in ("-help", "-help-all"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Resources that this process may use."""
+    """Processors and memory that this process may use."""
 
     processors: int
     memory_bytes: int | None
-    """Limit of the control group; None if it sets none."""
+    """Memory limit of the Linux control group, or None if there is no limit."""
 
     @property
     def mksquashfs_memory_mib(self) -> int:
-        """Memory that its buffers may take, in MiB: a quarter of the limit, and no more than is of use."""
-        share = _MAX_MEMORY_BYTES
+        """Memory for the buffers of mksquashfs in MiB: a quarter of the limit, but from 128 to 512."""
+        limit_bytes = _MAX_MEMORY_BYTES
         if self.memory_bytes is not None:
-            share = min(share, self.memory_bytes // 4)
-        return max(share, _MIN_MEMORY_BYTES) >> 20
+            limit_bytes = min(limit_bytes, self.memory_bytes // 4)
+        return max(limit_bytes, _MIN_MEMORY_BYTES) >> 20
 
     def mksquashfs_options(self) -> tuple[str, ...]:
-        """Return ``-processors N -mem MM``."""
+        """Return the options that pass these limits to mksquashfs: ``-processors N -mem MM``."""
         return ("-processors", str(self.processors), "-mem", f"{self.mksquashfs_memory_mib}M")
 
 
 def gather_limits(root: Path = Path("/")) -> Limits:
     """Return how many processors and how much memory this process may use.
 
-    Linux control groups limit a batch job or a container, and mksquashfs does not look at them. Both versions
-    of them are read, v1 and v2. `root` replaces / in tests.
+    Linux control groups limit a batch job or a container, but mksquashfs ignores them. This function reads
+    both versions of control groups, v1 and v2. Tests pass another folder than / as `root`.
     """
     processors = process.count_processors()
     memory_limits = []
@@ -181,10 +186,10 @@ def gather_limits(root: Path = Path("/")) -> Limits:
 
 
 def _group_folders(root: Path) -> Iterator[Path]:
-    """Yield the folders of the control groups that this process is in, and of all groups around them.
+    """Yield the folders of this process's control groups and of all their parent groups.
 
-    The folders hold the limits, and any level may set one: ``/sys/fs/cgroup/slurm/job_1``, then
-    ``/sys/fs/cgroup/slurm``.
+    The folders contain files with the limits. Every level may set a limit, so the folder
+    ``/sys/fs/cgroup/slurm/job_1`` is followed by ``/sys/fs/cgroup/slurm``.
     """
     mounts = root / "sys/fs/cgroup"
     for line in _read_text(root / "proc/self/cgroup").splitlines():
@@ -192,13 +197,15 @@ def _group_folders(root: Path) -> Iterator[Path]:
         if match is None:
             continue
         controllers = match["controllers"]
+        # In v1, each controller has its own hierarchy, and only two of them limit what is needed here.
         is_v2 = not controllers
         has_limits = not {"cpu", "memory"}.isdisjoint(controllers.split(","))
         if not is_v2 and not has_limits:
             continue
         mount = mounts / controllers
         group = mount / match["path"].lstrip("/")
-        # In a container, the path may lead out of what is mounted here, as "/../..": only the top is visible.
+        # In a container, the path may lead out of the mounted part, as in "/../..". Then only the top folder
+        # of the mount is visible.
         if ".." in group.parts:
             group = mount
         for folder in (group, *group.parents):
@@ -209,13 +216,14 @@ def _group_folders(root: Path) -> Iterator[Path]:
 
 
 def _read_cpu_quota(folder: Path) -> float | None:
-    """Return the number of processors that a group may use, or None without a limit.
+    """Return the number of processors that a control group may use, or None if it has no limit.
 
-    The kernel states it as a quota of CPU time in a period: ``200000 100000`` are 2 processors.
+    The kernel expresses the limit as a quota of CPU time per period: ``200000 100000`` means 2 processors.
     """
     v2_fields = _read_text(folder / "cpu.max").split()
     v1_fields = [_read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")]
     for fields in (v2_fields, v1_fields):
+        # A group has the files of one version only. The fields of the other one are missing or empty.
         if len(fields) != 2:
             continue
         quota_us, period_us = map(parse_digits, fields)
@@ -225,6 +233,8 @@ def _read_cpu_quota(folder: Path) -> float | None:
 
 
 def _read_memory_limit(folder: Path) -> int | None:
+    """Return the memory limit of a control group in bytes, or None if it has no limit."""
+    # The first name is that of cgroup v2, where the value can be "max". The second is that of v1.
     for name in ("memory.max", "memory.limit_in_bytes"):
         value = parse_digits(_read_text(folder / name))
         if value is not None and value < _UNLIMITED_V1:
@@ -233,7 +243,7 @@ def _read_memory_limit(folder: Path) -> int | None:
 
 
 def _read_text(path: Path) -> str:
-    """Return the text of a file of the kernel. It is empty where the file cannot be read."""
+    """Return the text of a file of the kernel, or ``""`` if the file cannot be read."""
     try:
         return path.read_text(encoding="ascii", errors="replace").strip()
     except OSError:

@@ -1,9 +1,10 @@
-"""Run one command as root of a new user namespace with the same users: the source of ``python -c``.
+"""Run one command as root of a new user namespace that has the same users as the machine.
 
-``python -I -S -c SOURCE ARGV...``, started by root; standard library only. In a container or a virtual
-machine of a CI, root often lacks a capability. Apptainer asks for all of them before it runs a step of a
-definition, and fails. Inside a new user namespace nothing is missing. Every user and group keeps its number
-there, so that files keep their owners.
+Root starts this module with ``python -I -S -c SOURCE ARGV...``. It needs only the standard library.
+
+In a container or virtual machine of a CI, root often lacks some capabilities (single privileges of root).
+Apptainer requires all of them before it runs a step of a definition, and fails. Inside a new user namespace,
+root has all capabilities. Every user and group keeps its number there, so files keep their owners.
 """
 
 import ctypes
@@ -12,23 +13,25 @@ import sys
 
 CLONE_NEWUSER = 0x10000000
 ALL_USERS = "0 0 2147483648"
-"""A line of uid_map: ids from 0 on are ids from 0 on outside, 2^31 of them.
+"""A line of uid_map: the ids from 0 on inside are the ids from 0 on outside, for 2^31 ids.
 
-That is half of all. Apptainer takes a map of all of them for the map of the machine itself.
+These are half of all ids. If all ids were mapped, Apptainer would assume that it is not in a user namespace.
 """
 
 
 def main() -> None:
-    """Enter the namespace and become the command."""
+    """Enter a new user namespace, and replace this process by the command in `sys.argv`."""
     read_end, write_end = os.pipe()
     pid = os.getpid()
     if os.fork() == 0:
-        # Only a process outside may map more than one user. It waits until the namespace is there.
+        # Only a process outside the namespace may map more than one user. So this child stays outside, and
+        # waits for a byte that says that the namespace exists.
         os.read(read_end, 1)
         for name in ("uid_map", "gid_map"):
             with open(f"/proc/{pid}/{name}", "w") as stream:  # noqa: PTH123 - as in supervisor.py
                 stream.write(ALL_USERS)
         os._exit(0)
+    # `os.unshare` exists only from Python 3.12 on.
     if ctypes.CDLL(None).unshare(CLONE_NEWUSER) != 0:
         sys.exit("imgkit: the kernel refuses root a user namespace")
     os.write(write_end, b".")

@@ -1,6 +1,6 @@
-"""Write a .sif around a squashfs, and edit one: add and remove data objects. None of it needs singularity.
+"""Write a .sif around a squashfs, and add or remove data objects of a .sif, without singularity.
 
-`image` draws the layout and reads it.
+The module `image` describes the layout of a .sif and reads it.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed
 
 GROUP = 1
-"""The group of every object. A signature covers one group, so one signature covers all."""
+"""The group of every object that imgkit writes. A signature covers one group, so one signature covers all."""
 PARTITION_ALIGN_BYTES = 4096
-"""A runtime mounts a partition only at a multiple of this."""
+"""A runtime mounts a partition only if its offset is a multiple of this number."""
 # The values that Singularity and Apptainer write, too.
 _LAUNCH = b"#!/usr/bin/env run-singularity\n"
 _VERSION = b"01"
@@ -33,7 +33,7 @@ _DATA_OFFSET = _TABLE_OFFSET + _DESCRIPTORS * DESCRIPTOR.size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewObject:
-    """A data object to add."""
+    """A data object that is added to a .sif."""
 
     datatype: int
     name: str
@@ -42,18 +42,18 @@ class NewObject:
     data: bytes | Path = field(repr=False)
     extra: bytes = b""
     align: int = 1
-    """The object begins at a multiple of this, a partition at one of `PARTITION_ALIGN_BYTES`."""
+    """The object begins at a multiple of this number. A partition needs `PARTITION_ALIGN_BYTES`."""
 
     @property
     def size_bytes(self) -> int:
-        """Size of its data."""
+        """Size of the object's data."""
         if isinstance(self.data, bytes):
             return len(self.data)
         return self.data.stat().st_size
 
 
 def put_record(path: Path, record: image.ImgkitRecord) -> None:
-    """Write `record` as the last object of the .sif `path`, in place of an older record.
+    """Write imgkit's `record` as the last object of the .sif `path`, and remove an older record.
 
     Raises
     ------
@@ -61,7 +61,8 @@ def put_record(path: Path, record: image.ImgkitRecord) -> None:
     """
     sif = image.read(path)
     old_ids = [descriptor.id for descriptor in sif.descriptors if image.is_record(descriptor)]
-    # Removed first, so that the new record takes the same slot: the same record gives the same file.
+    # Remove the old record first, so that the new one takes its place in the table. Then writing the same
+    # record twice gives the same file.
     remove_objects(path, old_ids)
     new = NewObject(
         datatype=DataType.JSON,
@@ -75,10 +76,10 @@ def put_record(path: Path, record: image.ImgkitRecord) -> None:
 
 
 def add_object(path: Path, new: NewObject) -> Descriptor:
-    """Add the object `new` behind the last object of the .sif `path`, and return its descriptor.
+    """Add the object `new` after the last object of the .sif `path`, and return its descriptor.
 
-    The file ends behind the new object. Its time is that of the header, so that the same content gives the
-    same bytes.
+    The file then ends with the new object. The object gets the time of the header, so that the same content
+    gives the same bytes.
 
     Raises
     ------
@@ -89,7 +90,7 @@ def add_object(path: Path, new: NewObject) -> Descriptor:
         descriptor = _make_descriptor(
             new, new.size_bytes, id=_find_unused_id(sif), end=sif.end, time_s=sif.header.created_s
         )
-        # Bytes of a removed object may lie behind the last one.
+        # Bytes of a removed object may follow the last object. They must not end up in the padding.
         stream.truncate(sif.end)
         stream.seek(descriptor.offset)
         stream.writelines(_chunks(new.data))
@@ -99,11 +100,11 @@ def add_object(path: Path, new: NewObject) -> Descriptor:
 
 
 def _find_unused_id(sif: image.SifImage) -> int:
-    """Return the id of the first unused descriptor, which is its position in the table plus 1.
+    """Return the id of the first unused descriptor. An id is the index in the table plus 1.
 
     Raises
     ------
-    CheckFailed : all descriptors are in use. Runtimes and imgkit write tables of 48.
+    CheckFailed : all descriptors are in use. Runtimes and imgkit write tables of 48 descriptors.
     """
     for id, descriptor in enumerate(sif.table, 1):
         if not descriptor.used:
@@ -112,10 +113,15 @@ def _find_unused_id(sif: image.SifImage) -> int:
 
 
 def _make_descriptor(new: NewObject, size_bytes: int, *, id: int, end: int, time_s: int) -> Descriptor:
-    """Return the descriptor, the entry in the table of a .sif, for the object `new` with number `id`.
+    """Return the descriptor of the object `new`: its entry in the table of a .sif.
 
-    `size_bytes` is the size of the object. `end` is where the object before it ends: the new one begins at
-    the next multiple of its `align`, and padding fills the gap.
+    Parameters
+    ----------
+    size_bytes : size of the object.
+    id : number of the object.
+    end : position at which the object before it ends. The new object begins at the next multiple of its
+        `align`, and padding fills the gap.
+    time_s : time of creation and of the last change.
     """
     offset = _round_up(end, new.align)
     return Descriptor(
@@ -137,11 +143,13 @@ def _make_descriptor(new: NewObject, size_bytes: int, *, id: int, end: int, time
 
 
 def _round_up(position: int, align: int) -> int:
+    """Return the smallest multiple of `align` that is not below `position`."""
+    # Floor division of the negated number rounds up.
     return -(-position // align) * align
 
 
 def _chunks(data: bytes | Path) -> Iterator[bytes]:
-    """Yield `data`, or the content of the file `data` piece by piece."""
+    """Yield `data` if it is bytes. If it is a path, yield the content of the file in chunks."""
     if isinstance(data, bytes):
         yield data
         return
@@ -150,7 +158,7 @@ def _chunks(data: bytes | Path) -> Iterator[bytes]:
 
 
 def remove_objects(path: Path, ids: Collection[int]) -> None:
-    """Remove the objects `ids` from the .sif `path`. The file then ends behind the last remaining object.
+    """Remove the objects `ids` from the .sif `path`. The file then ends with the last remaining object.
 
     Raises
     ------
@@ -162,7 +170,7 @@ def remove_objects(path: Path, ids: Collection[int]) -> None:
         remaining = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
         end = max((descriptor.end for descriptor in remaining), default=sif.header.data_offset)
         for descriptor in removed:
-            # Overwritten with zeros, so that neither a digest nor a person finds anything of it later.
+            # Zeros make the bytes independent of what was removed, and leave nothing to read for others.
             _write_zeros(stream, descriptor.offset, min(descriptor.end, end))
             _write_descriptor(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
         stream.truncate(end)
@@ -170,26 +178,30 @@ def remove_objects(path: Path, ids: Collection[int]) -> None:
 
 
 def _write_zeros(stream: BinaryIO, start: int, end: int) -> None:
-    """Overwrite the bytes from `start` to `end`, piece by piece."""
+    """Overwrite the bytes from `start` to `end` with zeros, in chunks, so that memory stays small."""
     stream.seek(start)
     for position in range(start, end, files.CHUNK_BYTES):
         stream.write(bytes(min(files.CHUNK_BYTES, end - position)))
 
 
 def _write_descriptor(stream: BinaryIO, sif: image.SifImage, id: int, raw: bytes) -> None:
-    """Write `raw` into the table of descriptors, in place of the descriptor with number `id`."""
+    """Replace the descriptor with the number `id` in the table by `raw`, a packed descriptor."""
     stream.seek(sif.header.table_offset + (id - 1) * DESCRIPTOR.size)
     stream.write(raw)
 
 
 def _write_header(stream: BinaryIO, header: Header, *, free: int, end: int) -> None:
+    """Write `header` with `free` as the number of unused descriptors and `end` as the end of the objects."""
     stream.seek(0)
     stream.write(HEADER.pack(*header._replace(free=free, data_bytes=end - header.data_offset)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SifMetadata:
-    """What a .sif has around its root partition, the squashfs with the image's files: header and objects."""
+    """The content of a .sif before its root partition: what its header and its data objects are made from.
+
+    The root partition is the squashfs with the files of the image.
+    """
 
     arch: str
     definition: bytes
@@ -197,7 +209,7 @@ class SifMetadata:
 
     @property
     def objects(self) -> tuple[NewObject, ...]:
-        """The objects in front of the root partition, as the runtimes order them."""
+        """The objects before the root partition, in the order that the runtimes use."""
         definition = NewObject(datatype=DataType.DEFFILE, name="deffile", data=self.definition)
         if not self.oci_config:
             return (definition,)
@@ -212,18 +224,18 @@ class SifMetadata:
 
 
 def make_metadata(config: ImageConfig) -> SifMetadata:
-    """Return what a .sif of an image with this configuration has around its squashfs.
+    """Return the architecture and the data objects for a .sif of an image with this configuration.
 
     Raises
     ------
-    CheckFailed : a .sif cannot state the image's architecture.
+    CheckFailed : the .sif format has no code for the architecture of the image.
     """
     if config.arch not in image.ARCHS:
         allowed = ", ".join(image.ARCHS[1:])
         raise CheckFailed(f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {allowed}")
     settings = json_text.parse(config.raw).get("config") or {}
-    # An engine adds empty values to a configuration of BuildKit. Without them, an image gives the same .sif
-    # from an engine and from an archive.
+    # An engine adds empty values to the configuration that BuildKit wrote. Without empty values, an image
+    # gives the same .sif whether it comes from an engine or from an archive.
     settings = {name: value for name, value in settings.items() if value}
     return SifMetadata(
         arch=config.arch,
@@ -233,9 +245,10 @@ def make_metadata(config: ImageConfig) -> SifMetadata:
 
 
 def write_metadata(path: Path, metadata: SifMetadata) -> None:
-    """Write header, table and objects of a .sif in front of the squashfs in the file `path`.
+    """Write the header, table and objects of a .sif before the squashfs in the file `path`.
 
-    The squashfs is there already. It fills the file from byte `SifMetadata.root_offset` to the end.
+    The squashfs must have been written before. It fills the file from byte `SifMetadata.root_offset` to the
+    end.
     """
     root_bytes = path.stat().st_size - metadata.root_offset
     descriptors = _make_descriptors(metadata, root_bytes)
@@ -243,26 +256,26 @@ def write_metadata(path: Path, metadata: SifMetadata) -> None:
     with path.open("r+b") as stream:
         stream.write(HEADER.pack(*header).ljust(_TABLE_OFFSET, b"\0"))
         stream.write(_pack_table(descriptors).ljust(_DATA_OFFSET - _TABLE_OFFSET, b"\0"))
-        # The last descriptor is the root's.
+        # The last descriptor belongs to the root partition, which is not written here.
         for new, descriptor in zip(metadata.objects, descriptors[:-1], strict=True):
             stream.seek(descriptor.offset)
             stream.writelines(_chunks(new.data))
 
 
 def has_metadata(sif: image.SifImage, metadata: SifMetadata) -> bool:
-    """Return whether the .sif still has what `write_metadata` writes for `metadata` around the squashfs.
+    """Return whether the header and objects of the .sif are still those that `write_metadata` writes.
 
-    A signature that was added later makes no difference. It changes two counts and the time of the last
-    change in the header, which are not compared.
+    A signature that was added later makes no difference. It changes two counts and the modification time in
+    the header, so these three fields are not compared.
     """
     if sif.root is None:
         return False
-    # The squashfs is compared by its digest, in `Sif.intact_record`: here only its size counts.
+    # `Sif.intact_record` compares the digest of the squashfs. Here only its size is needed.
     descriptors = _make_descriptors(metadata, sif.root.size_bytes)
     header = _make_header(metadata.arch, descriptors)
     if _pack_fixed_fields(sif.header) != _pack_fixed_fields(header):
         return False
-    # Later objects, such as signatures, come behind these.
+    # Later objects, such as signatures, follow these descriptors and are not compared.
     if _pack_table(sif.table[: len(descriptors)]) != _pack_table(descriptors):
         return False
     for new, descriptor in zip(metadata.objects, descriptors[:-1], strict=True):
@@ -276,16 +289,16 @@ def _pack_table(descriptors: Iterable[Descriptor]) -> bytes:
 
 
 def _pack_fixed_fields(header: Header) -> bytes:
-    """Return the bytes of `header` with zeros in the fields that change when an object is added."""
+    """Return the bytes of `header`, with zeros in the fields that change when an object is added."""
     return HEADER.pack(*header._replace(modified_s=0, free=0, data_bytes=0))
 
 
 def _make_descriptors(metadata: SifMetadata, root_bytes: int) -> list[Descriptor]:
-    """Return the descriptors of a .sif before imgkit's record is added.
+    """Return the descriptors of a new .sif, to which imgkit's record has not been added yet.
 
-    The last one is that of the root partition, which has `root_bytes`.
+    The last descriptor is that of the root partition, whose size is `root_bytes`.
     """
-    # Objects follow each other; only a partition is aligned.
+    # The objects follow each other without gaps. Only the partition is aligned.
     descriptors: list[Descriptor] = []
     end = _DATA_OFFSET
     for id, new in enumerate(metadata.objects, 1):
@@ -304,7 +317,10 @@ def _make_descriptors(metadata: SifMetadata, root_bytes: int) -> list[Descriptor
 
 
 def _make_header(arch: str, descriptors: Sequence[Descriptor]) -> Header:
-    """Return the header of a .sif with these objects. Times and UUID are zero."""
+    """Return the header of a .sif with the objects in `descriptors`.
+
+    Times and UUID are zero, so that the same image always gives the same file.
+    """
     return Header(
         launch=_LAUNCH,
         magic=image.MAGIC,
@@ -333,7 +349,7 @@ class Sif(Format):
         return image.is_sif(path)
 
     def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
-        """Return the runtime's files, and what the image gets if it lacks it."""
+        """Return the files that a runtime expects, and the links and mount points to add if missing."""
         for name in runtime_files.skipped_variables(config):
             note(f"the image sets the variable {name!r}, which no shell can set: left out")
         created_s = creation_time_s(config.created)
@@ -342,19 +358,19 @@ class Sif(Format):
         return AddedFiles(replacing=runtime_files.runtime_files(config), if_missing=links + mount_points)
 
     def squashfs_offset(self, config: ImageConfig) -> int:
-        """Return where the room for header and objects ends."""
+        """Return the byte at which the squashfs begins, after the header and objects."""
         return make_metadata(config).root_offset
 
     def complete(self, path: Path, config: ImageConfig) -> None:
-        """Write header and objects around the squashfs, and check the result."""
+        """Write the header and objects before the squashfs, and check the structure of the file."""
         write_metadata(path, make_metadata(config))
         image.check_structure(path)
 
     def put_record(
         self, path: Path, record: image.ImgkitRecord, advance: Advance
     ) -> tuple[image.ImgkitRecord, str]:
-        """Add the record. A .sif has no checksum of the whole file."""
-        # The header states the architecture.
+        """Add the record to the file. The checksum is empty, as a .sif has no checksum file."""
+        # The record needs no architecture, since the header of the .sif has it.
         record = replace(record, root_sha256=image.root_sha256(path, advance=advance), arch="")
         put_record(path, record)
         return record, ""
@@ -362,21 +378,21 @@ class Sif(Format):
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[image.ImgkitRecord], bool]
     ) -> image.ImgkitRecord | None:
-        """Return the record of the .sif `path` if the file can stay as it is, else None.
+        """Return the record of the .sif `path` if the file need not be written again, else None.
 
-        It can if `accepts` is true for its record, the squashfs is undamaged, and so are the objects around
-        it that imgkit wrote.
+        The file is kept if `accepts` is true for its record, and if the squashfs and the objects that imgkit
+        wrote are undamaged.
         """
         try:
             sif = image.read(path)
             record = sif.record
-            # A runtime would mount overlay partitions over the image.
+            # A runtime mounts overlay partitions over the image, so its files would differ.
             if record is None or sif.overlays or not accepts(record):
                 return None
-            # A runtime ("layers") writes other headers, and nothing says how they should be.
+            # With the route "layers", a runtime wrote the headers. Their expected content is unknown.
             if record.route != "layers" and not has_metadata(sif, make_metadata(config)):
                 return None
-            # Last, since the digest reads gigabytes.
+            # The slowest check comes last: the digest reads gigabytes.
             if image.root_sha256(path) != record.root_sha256:
                 return None
         except CheckFailed:

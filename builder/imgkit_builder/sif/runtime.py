@@ -1,16 +1,18 @@
-"""Singularity and Apptainer: find one, probe what it can do, run it. The only importer of spython.
+"""Find Singularity or Apptainer, read its version and options, and run it. Only this module imports spython.
 
 Notes
 -----
 Every run goes through ``spython.utils.stream_command``, spython's public function that streams the output of
-a command. Its larger public functions do not serve, as running spython 0.3.14 shows. ``Client.build`` runs
-sudo by default, drops the exit code and returns a stale file as success; with ``stream=True`` it hangs once
-the runtime has written 64 KiB to stderr. No function takes a working folder or ends the processes that the
-runtime starts, and there is none for ``sif new``, ``sif add`` and ``sif del``. All of them run whatever is
-called ``singularity`` on PATH, not the runtime that the user chose.
+a command. The larger public functions of spython 0.3.14 are not suitable:
+
+* ``Client.build`` runs sudo by default, drops the exit code, and returns a stale file as success. With
+  ``stream=True`` it hangs once the runtime has written 64 KiB to stderr.
+* No function takes a working folder, or ends the processes that the runtime starts.
+* There is no function for ``sif new``, ``sif add`` and ``sif del``.
+* All functions run the program called ``singularity`` on PATH, not the runtime that the user chose.
 
 ``stream_command`` itself takes neither a working folder nor variables. ``supervisor`` runs between it and the
-runtime and adds both, so that nothing changes in the environment of this process.
+runtime and adds both, so that the environment of this process does not change.
 """
 
 from __future__ import annotations
@@ -42,22 +44,22 @@ from imgkit_entrypoints.errors import ToolFailed, ToolMissing
 from imgkit_entrypoints.terminal import strip_styles
 
 COMMANDS = ("singularity", "apptainer")
-"""Tried in this order; an Apptainer installs both names."""
+"""Names of the runtimes on PATH, tried in this order. Apptainer installs itself under both names."""
 FLOOR = "Singularity 3.8 or later, or any Apptainer"
-"""The runtimes that the files of imgkit are made for."""
+"""The runtimes that can start the files which imgkit writes."""
 _OLDEST_SINGULARITY = (3, 8)
 
 _FLAVOUR = re.compile(
     r"^(apptainer|singularity-ce|singularitypro|singularity)\s+version\s+(\S+)", re.IGNORECASE
 )
-_KEPT_LINES = 2000  # of a runtime's output, for messages
+_KEPT_LINES = 2000  # the last lines of a runtime's output, for error messages
 _END_GRACE_S = 3.0
 """How long a group of processes may take to end after SIGTERM, and again after SIGKILL."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """Options of ``build`` that only some runtimes have, as their help lists them."""
+    """Options of ``build`` that only some runtimes have. ``build --help`` lists them."""
 
     mksquashfs_args: bool
     """``build --mksquashfs-args``: Apptainer from 1.4."""
@@ -66,7 +68,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RuntimeTool:
-    """A runtime on this machine."""
+    """A container runtime on this machine: Singularity or Apptainer."""
 
     path: Path
     flavour: str
@@ -79,8 +81,9 @@ class RuntimeTool:
 
     @property
     def below_floor(self) -> bool:
-        """Whether the runtime is older than `FLOOR` demands."""
+        """Whether the runtime is older than the minimum version in `FLOOR`."""
         match = re.match(r"(\d{1,6})\.(\d{1,6})", self.version)
+        # Every version of Apptainer is new enough. An unknown version is not refused.
         if match is None or self.flavour == "apptainer":
             return False
         return (int(match[1]), int(match[2])) < _OLDEST_SINGULARITY
@@ -91,29 +94,29 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
 
     Parameters
     ----------
-    command : name or path of the runtime; None looks for ``singularity``, then ``apptainer``, on PATH.
-    module_hint : the command that makes the runtime available on the user's cluster, for the error's hint:
-        ``module load singularity``.
+    command : name or path of the runtime. If None, look for ``singularity`` and then ``apptainer`` on PATH.
+    module_hint : the command that makes the runtime available on the user's cluster, such as
+        ``module load singularity``. It is part of the error's hint.
 
     Raises
     ------
-    ToolMissing : there is none, or the program of that name is neither of the two.
+    ToolMissing : no runtime was found, or the program is neither Singularity nor Apptainer.
     """
     names = (command,) if command else COMMANDS
     programs = [program for program in map(shutil.which, names) if program]
     if not programs:
-        load = module_hint or "module avail singularity apptainer   (then: module load ...)"
+        load_command = module_hint or "module avail singularity apptainer   (then: module load ...)"
         raise ToolMissing(
             f"{' or '.join(names)} is not on PATH: a .sif is made and run by one of them",
-            hint=f"on a cluster: {load}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
+            hint=f"on a cluster: {load_command}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
         )
-    # Links are not resolved: Apptainer may find its own files by the path under which it is called.
+    # `absolute` does not resolve links: Apptainer may find its own files by the path that starts it.
     path = Path(programs[0]).absolute()
-    answer = _ask(path, "--version")
-    output = answer.output.strip()
+    version_result = _ask(path, "--version")
+    output = version_result.output.strip()
     match = _FLAVOUR.match(output)
-    if answer.returncode != 0 or match is None:
-        # Debian's package "singularity" is a game.
+    if version_result.returncode != 0 or match is None:
+        # Debian's package "singularity" is a game, so the message shows what the program printed.
         first_line = "(no output)"
         if output:
             first_line = output.splitlines()[0]
@@ -134,10 +137,10 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
 
 
 def setting(tool: RuntimeTool, name: str) -> str:
-    """Return the value of the setting `name` in the runtime's configuration file, such as ``mount proc``.
+    """Return the value of the setting `name`, such as ``mount proc``, in the runtime's configuration file.
 
-    Return ``""`` if the file or the setting is missing. The file is read because an ordinary user may not run
-    ``config global --get`` of a setuid runtime.
+    Return ``""`` if the file or the setting is missing. The function reads the file because an ordinary user
+    is not allowed to run ``config global --get`` of a setuid runtime.
     """
     build_config = _ask(tool.path, "buildcfg").output
     # "APPTAINER_CONF_FILE=/etc/apptainer/apptainer.conf"
@@ -151,7 +154,7 @@ def setting(tool: RuntimeTool, name: str) -> str:
     values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
     if not values:
         return ""
-    return str(values[-1])  # the last of several lines counts
+    return str(values[-1])  # if the setting is repeated, the last line is valid
 
 
 def runtime_if_any(command: str | None) -> RuntimeTool | None:
@@ -159,7 +162,7 @@ def runtime_if_any(command: str | None) -> RuntimeTool | None:
 
     Raises
     ------
-    ToolMissing : the user asked for the runtime `command`, and it is not there.
+    ToolMissing : the user chose the runtime `command`, but it was not found.
     """
     try:
         return find_runtime(command)
@@ -170,12 +173,12 @@ def runtime_if_any(command: str | None) -> RuntimeTool | None:
 
 
 def attempt(tool: RuntimeTool, arguments: Sequence[str]) -> Finished:
-    """Run the runtime to its end with `arguments`, whatever its exit code."""
+    """Run the runtime with `arguments` and return the result, without an error if it fails."""
     return _ask(tool.path, *arguments)
 
 
 def _ask(path: Path, *arguments: str) -> Finished:
-    """Run the program `path` with `arguments`, and return its exit code and the end of its output."""
+    """Run the program `path` with `arguments`, and return its exit code and its last 2000 lines of output."""
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     argv = (str(path), *arguments)
     code = _stream_output(path, argv, folder=Path.cwd(), env={}, on_line=lines.append)
@@ -192,17 +195,18 @@ def run(
     log: TextIO | None = None,
     namespace: bool = False,
 ) -> Finished:
-    """Run the runtime with `arguments`, and wait for its end.
+    """Run the runtime with `arguments`, and wait until it ends.
 
-    An exception in this process, such as that of Ctrl-C, first ends the runtime and all that it has started.
+    If this process gets an exception meanwhile, such as that of Ctrl-C, the runtime and all processes that it
+    has started are ended before the exception is passed on.
 
     Parameters
     ----------
-    folder : its working folder; None stands for the current one.
-    env : variables to add to this process's environment, or to replace in it.
-    on_line : receives each line of its output, with secrets masked.
+    folder : working folder of the runtime. None means the current folder.
+    env : variables that the runtime gets in addition to, or instead of, those of this process.
+    on_line : receives each line of the output, with secrets masked.
     log : a file that receives the output.
-    namespace : run it in a user namespace that ``namespace.py`` makes for root.
+    namespace : run the runtime in a new user namespace for root, which ``namespace.py`` creates.
 
     Raises
     ------
@@ -213,11 +217,12 @@ def run(
     def keep_line(line: str) -> None:
         lines.append(line)
         if log:
-            log.write(line)
+            log.write(line)  # the log from `log_file` masks secrets itself
         if on_line:
             on_line(secret_patterns.mask_secrets(line.rstrip("\n")))
 
     argv = (str(tool.path), *arguments)
+    # Messages quote the command as the user would type it, without the Python program around it.
     full_argv = argv
     if namespace:
         full_argv = (sys.executable, "-I", "-S", "-c", _source("namespace.py"), *argv)
@@ -240,30 +245,31 @@ def _stream_output(
 
     Parameters
     ----------
-    path : the runtime that `argv` starts. Its folder is put on PATH, since its programs often lie there.
+    path : the runtime that `argv` starts. Its folder is added to PATH, because the runtime's other programs
+        are often in the same folder.
     folder : the working folder.
     env : variables to add.
     on_line : receives each line of the output, with its line break.
     """
     from spython.utils import stream_command
 
-    # TMPDIR as the runtime gets it: in a conversion, this is the workspace, which is removed in any case.
-    # `tempfile` alone would use the folder that it has remembered from this process's environment.
+    # Use the runtime's TMPDIR: in a conversion, it is a temporary folder that is always removed at the end.
+    # Without `dir=`, `tempfile` would use the folder of this process's environment, which it caches.
     tmpdir = env.get("TMPDIR") or os.environ.get("TMPDIR")
     if tmpdir and not Path(tmpdir).is_dir():
         tmpdir = None
     with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=tmpdir) as scratch:
         pid_file = Path(scratch) / "pid"
-        # For mksquashfs, for example, which the runtime starts.
+        # The runtime finds other programs on PATH, for example mksquashfs.
         search_path = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
         supervised_argv = _supervisor_argv(argv, pid_file, folder=folder, env={"PATH": search_path, **env})
         try:
-            # A pattern that matches nothing: spython's default one drops every line with "Progess" in it.
+            # The pattern matches nothing. spython's default pattern drops every line that contains "Progess".
             for line in stream_command(supervised_argv, output_type="both", no_newline_regexp=r"(?!)"):
                 on_line(line)
         except subprocess.CalledProcessError as error:
             return int(error.returncode)
-        except BaseException:
+        except BaseException:  # also KeyboardInterrupt: no process may be left behind
             _kill_group(pid_file)
             raise
     return 0
@@ -273,6 +279,7 @@ def _supervisor_argv(
     argv: Sequence[str], pid_file: Path, *, folder: Path, env: Mapping[str, str]
 ) -> list[str]:
     """Return the command that runs `argv` under ``supervisor.py``, in `folder` and with `env` added."""
+    # spython decodes the output with this encoding, so the supervisor must write it with the same one.
     encoding = locale.getpreferredencoding(False)
     variables = [f"{name}={value}" for name, value in env.items()]
     supervisor = [sys.executable, "-I", "-S", "-c", _source("supervisor.py")]
@@ -280,29 +287,29 @@ def _supervisor_argv(
 
 
 def _source(module: str) -> str:
-    """Return the source of the file `module` of this package, to be run as ``python -c SOURCE``."""
+    """Return the source code of the file `module` of this package, to be run as ``python -c SOURCE``."""
     return importlib.resources.files(__package__).joinpath(module).read_text(encoding="utf-8")
 
 
 def _kill_group(pid_file: Path) -> None:
     """End the runtime and all processes that it has started, and wait until they are gone.
 
-    They are one process group, whose number the supervisor has written to `pid_file`. They get SIGTERM first,
-    and after 3 s SIGKILL.
+    All these processes are in one process group. The supervisor has written its number to `pid_file`. The
+    processes get SIGTERM, and after 3 s SIGKILL.
     """
     try:
         group = int(pid_file.read_text())
     except (OSError, ValueError):
         return  # the supervisor has not started anything yet
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _END_GRACE_S
         while time.monotonic() < deadline:
             with contextlib.suppress(ChildProcessError):
                 # A dead process stays a member of its group until its parent, this process, waits for it.
                 os.waitpid(group, os.WNOHANG)
             try:
-                # In a loop, since a process may start another one before the signal reaches it.
-                os.killpg(group, number)
+                # The signal is sent repeatedly, since a process may start another before it gets the signal.
+                os.killpg(group, signal_number)
             except ProcessLookupError:
                 return
             time.sleep(0.02)
@@ -311,8 +318,8 @@ def _kill_group(pid_file: Path) -> None:
 def scratch_env(folder: Path) -> dict[str, str]:
     """Return variables that make the runtime write its temporary files and its cache below `folder`.
 
-    Singularity and Apptainer read variables of their own. Both get the same values: Apptainer 1.0 warns if
-    ``SINGULARITY_TMPDIR`` and ``APPTAINER_TMPDIR`` differ.
+    Singularity and Apptainer read variables with different prefixes. Both sets get the same values, because
+    Apptainer 1.0 warns if ``SINGULARITY_TMPDIR`` and ``APPTAINER_TMPDIR`` differ.
     """
     temporary = folder / "tmp"
     cache = folder / "cache"
@@ -327,10 +334,10 @@ def scratch_env(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Isolation:
-    """How a program of an image runs: without this machine's home, /tmp, variables and processes."""
+    """How a program of an image is isolated from the home, /tmp, variables and processes of this machine."""
 
     network: bool
-    """Whether the program shares this machine's network, because the runtime cannot take it away."""
+    """Whether the program shares this machine's network, because the runtime cannot disable it."""
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -340,7 +347,7 @@ class Isolation:
         return ("--containall", "--no-home", "--net", "--network", "none")
 
     def description(self, program: str) -> str:
-        """Return one line for the user: what of the image runs, and what it can reach."""
+        """Return a line that tells the user which program of the image runs, and what it can access."""
         network = "no network"
         if self.network:
             network = "with this machine's network, which the runtime cannot take away"
@@ -350,16 +357,16 @@ class Isolation:
 def isolation(tool: RuntimeTool) -> Isolation:
     """Find out whether the runtime `tool` can start a container without a network for this user.
 
-    A setuid installation or the kernel may refuse that. To find out, an empty folder is started as a
-    container. It has no programs, so the attempt always fails, but the message speaks of the network only if
-    that is what was refused.
+    A setuid installation or the kernel may refuse to disable the network. To find out, the function starts an
+    empty folder as a container. The folder has no programs, so the attempt always fails. The message mentions
+    the network only if disabling it was refused.
     """
     without_network = Isolation(network=False)
     with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
         for name in ("dev", "proc", "sys", "tmp"):
             (Path(empty) / name).mkdir()
-        answer = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
-    is_refused = "network" in answer.output.lower()
+        result = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
+    is_refused = "network" in result.output.lower()
     return Isolation(network=is_refused)
 
 
@@ -372,7 +379,8 @@ def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tup
 def log_file(stem: str) -> Iterator[TextIO]:
     """Open a new log file, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-TOKEN.log``.
 
-    It goes to the folder for temporary files if the home folder cannot be written. Secrets are masked in it.
+    If the home folder is not writable, the file is created in the folder for temporary files. Secrets in the
+    log are masked.
     """
     name = f"{datetime.datetime.now():%Y%m%d-%H%M%S}-{stem}-{secrets.token_hex(4)}.log"
     try:

@@ -1,9 +1,9 @@
-"""Let the runtime build the .sif, after a check of the links through which it would write into this machine.
+"""Let a container runtime build the .sif, after refusing images with links that lead it out of the image.
 
 A runtime unpacks layers safely. Then it writes its own files by plain paths into the unpacked tree, and the
-kernel follows the image's links. With ``etc`` as a link to ``/home/me``, Apptainer 1.4.5 writes
-``/home/me/hosts``; with ``etc/resolv.conf`` as a link to a file of this machine, it empties that file. The
-paths in `_WRITTEN_FOLDERS` and `_WRITTEN_FILES` are those of its build, seen with strace.
+kernel follows the links of the image. If ``etc`` is a link to ``/home/me``, Apptainer 1.4.5 writes
+``/home/me/hosts``. If ``etc/resolv.conf`` is a link to a file of this machine, it empties that file. The
+paths in `_WRITTEN_FOLDERS` and `_WRITTEN_FILES` are those that strace shows during a build.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from imgkit_builder.sif.runtime_files import META
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed
 
 EMPTY_IMAGE = "Architecture not recognized"
-"""The runtime prints this for a root without programs, and still exits 0."""
+"""The runtime prints this text for an image without programs, and still exits with 0."""
 # Paths in the image to which the runtime writes.
 _WRITTEN_FOLDERS = ("dev", "etc", "proc", "sys", "var")
 _WRITTEN_FILES = ("etc/hosts", "etc/resolv.conf")
@@ -33,7 +33,7 @@ _SPECIAL_FILES = {CHARACTER: "a device", BLOCK: "a device", FIFO: "a FIFO"}
 
 
 def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
-    """Write the layers of `image` as an OCI folder into the workspace, for the runtime to build from.
+    """Write `image` as an OCI folder into the workspace. The runtime builds the .sif from this folder.
 
     Raises
     ------
@@ -52,7 +52,11 @@ def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
 
 
 def build_arguments(tool: RuntimeTool, compression: Compression, part: Path, source: str) -> tuple[str, ...]:
-    """Return the arguments with which the runtime builds `part` from `source`, an image or a definition."""
+    """Return the arguments that make the runtime build the file `part`.
+
+    `source` is the URI of an image, or the path of a definition file.
+    """
+    # Without --force, the runtime would ask before it replaces a file.
     arguments = ["build", "--force"]
     if tool.capabilities.disable_cache:
         # The runtime's cache would keep a second copy of every layer.
@@ -66,7 +70,8 @@ def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
 
     Raises
     ------
-    ToolFailed : the runtime failed, wrote no file, or wrote an image without programs. It exits 0 then, too.
+    ToolFailed : the runtime failed, wrote no file, or wrote an image without programs. In the last two cases
+        the runtime may still exit with 0.
     """
     job.clock.stage(f"build with {tool}")
     arguments = build_arguments(tool, job.compression, job.work.part, oci_address(name))
@@ -82,33 +87,42 @@ def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
 
 
 def oci_address(name: str) -> str:
-    """Return the URI by which a runtime finds the image that `write_oci_folder` wrote: ``oci:NAME``."""
+    """Return the URI of the OCI folder that `write_oci_folder` wrote: ``oci:FOLDER``.
+
+    The folder is relative to the workspace, in which the runtime runs.
+    """
     return f"oci:{folder_name(name)}"
 
 
 def folder_name(image: str) -> str:
     """Return a folder name for the image: ``team/torch:2.3`` -> ``team_torch_2.3``.
 
-    The runtime writes the name into a label of the .sif, as its source.
+    The runtime stores the name in a label of the .sif, as the source of the image.
     """
+    # 100 characters, since the name of a file is limited. A name that has no allowed character gives "image".
     return re.sub(r"[^A-Za-z0-9._-]+", "_", image).strip("._-")[:100] or "image"
 
 
 def refuse_links(layers: Iterable[Path], where: str) -> None:
     """Refuse an image with links or devices through which the runtime would write into this machine.
 
-    A runtime writes its own files by plain paths into the unpacked image: if ``etc`` is a link to
-    ``/home/me``, ``etc/hosts`` is written to ``/home/me/hosts``. Only the headers of the uncompressed
-    `layers`, the lowest first, are read. `where` is the image's name, for messages.
+    A runtime writes its own files by plain paths into the unpacked image. If ``etc`` is a link to
+    ``/home/me``, ``etc/hosts`` is written to ``/home/me/hosts``.
+
+    Parameters
+    ----------
+    layers : the uncompressed layers, lowest first. Only their headers are read.
+    where : name of the image, for messages.
 
     Raises
     ------
-    CheckFailed : there is such a file, or a layer is not a tar.
+    CheckFailed : the image has such a link or device, or a layer is not a tar.
     """
-    # The tree that the layers form together: a later layer may replace or delete a link.
+    # The check needs the merged tree of all layers, since a later layer may replace or delete a link.
     tree = LayerTree(where)
     for layer in layers:
         tree.add_layer(tar_read.read_headers(layer))
+    # In the runtime's own folder, nothing but plain files and folders is allowed.
     for file in tree.special_files(META):
         raise _special_file_error(file, "the runtime puts its own files there", where)
     for path in (*_WRITTEN_FOLDERS, *_WRITTEN_FILES):
@@ -116,6 +130,7 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
         if link is not None:
             reason = f"the runtime would write to /{path} through it: into this machine"
             raise _special_file_error(link, reason, where)
+    # A device or FIFO stays in the image, but writing to it reaches the host or blocks.
     for path in _WRITTEN_FILES:
         kind = tree.file_type(path)
         if kind in _SPECIAL_FILES:
@@ -126,7 +141,7 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
 def _special_file_error(file: SpecialFile, reason: str, where: str) -> CheckFailed:
     """Return the error for a file of an image through which a runtime would write into this machine.
 
-    `reason` says what the runtime would do with the link, device or FIFO.
+    `reason` is the end of the message: what the runtime would do with the link, device or FIFO.
     """
     description = _SPECIAL_FILES.get(file.kind, f"a link to {file.target!r}")
     return CheckFailed(

@@ -1,9 +1,12 @@
-"""The files that a runtime expects in every .sif: ``/.singularity.d``, made from an image configuration.
+"""Make the files that a runtime expects in every .sif, in ``/.singularity.d``, from an image configuration.
 
-Runtimes from Singularity 3.6 on bring their own actions. What they read in the image is their interface, seen
-in the public sources of Apptainer 1.4 and 1.5: the names in ``env``; ``env/99-base.sh``, directly after which
-they set the user's variables; and in a runscript the line ``eval "set ${SINGULARITY_OCI_RUN}"``, which says
-that they can run it themselves where the image has no shell.
+Runtimes from Singularity 3.6 on contain the scripts in ``actions`` themselves. The public sources of
+Apptainer 1.4 and 1.5 show what a runtime still reads in the image:
+
+* the names of the scripts in ``env``
+* ``env/99-base.sh``: directly after this script, the runtime sets the variables of the user
+* the line ``eval "set ${SINGULARITY_OCI_RUN}"`` in a runscript: it tells the runtime that it can run the
+  command itself if the image has no shell
 """
 
 from __future__ import annotations
@@ -20,16 +23,16 @@ from imgkit_builder.oci.config import ImageConfig, creation_time_s
 from imgkit_builder.sif.entries import ImageEntry
 
 META = ".singularity.d"
-"""Folder of the runtime's own files."""
+"""Folder of the runtime's own files in an image."""
 LIBS = f"/{META}/libs"
-"""Where a runtime binds the libraries of ``--nv``."""
+"""Folder in which a runtime mounts the GPU libraries of the host (option ``--nv``)."""
 ENVIRONMENT = f"{META}/env/10-docker2singularity.sh"
-"""Script with the variables of the image's configuration; the runtimes write one, too."""
+"""Script with the variables of the image's configuration. A runtime that builds a .sif writes it, too."""
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # A line of a script: "export A=...", "[ -n ... ] || A=..." or "A=...".
 _ASSIGNMENT = re.compile(r"(?:export |.*\|\| )?(?P<name>[A-Za-z_][A-Za-z0-9_]*)=(?P<value>.*)")
 
-# Not %A and %B: they depend on the locale.
+# English names, because %A and %B of strftime depend on the locale.
 _WEEKDAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday", "Saturday", "Sunday")
 _MONTHS = (
     *("January", "February", "March", "April", "May", "June", "July", "August"),
@@ -70,7 +73,7 @@ exec "$@"
 def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
     """Return the files that a runtime expects in ``/.singularity.d``, folders first.
 
-    They hold the image's variables, commands and labels, and replace what the image has at their paths.
+    They contain the image's variables, commands and labels, and replace the image's own files at these paths.
     """
     created_s = creation_time_s(config.created)
     scripts = {
@@ -79,7 +82,7 @@ def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
         f"{META}/env/99-base.sh": _BASE,
         f"{META}/runscript": _runscript(config),
         f"{META}/startscript": "#!/bin/sh\n",
-        # Without this one, Apptainer 1.4.5 looks for actions/test.
+        # Without this file, Apptainer 1.4.5 looks for actions/test.
         f"{META}/test": "#!/bin/sh\n",
     }
     entries = [_folder(path, created_s) for path in (META, f"{META}/env", f"{META}/libs")]
@@ -91,9 +94,9 @@ def runtime_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
 
 
 def mount_points(created_s: int) -> tuple[ImageEntry, ...]:
-    """Return the folders and files over which a runtime mounts those of the host, such as ``/etc/hosts``.
+    """Return the folders and files on which a runtime mounts those of the host, such as ``/etc/hosts``.
 
-    An image gets those that it lacks.
+    The caller adds only those that are missing in the image.
     """
     entries = [_folder(path, created_s) for path in _MOUNT_FOLDERS]
     entries += [text_file(path, "", created_s) for path in _MOUNT_FILES]
@@ -105,7 +108,7 @@ def _folder(path: str, created_s: int) -> ImageEntry:
 
 
 def runtime_links(created_s: int) -> tuple[ImageEntry, ...]:
-    """Return the two links into `META` that an image gets if it has nothing of that name."""
+    """Return two links to scripts in `META`. The caller adds a link only if its name is unused."""
     targets = {"environment": f"{META}/env/90-environment.sh", "singularity": f"{META}/runscript"}
     links = []
     for path, target in targets.items():
@@ -114,26 +117,26 @@ def runtime_links(created_s: int) -> tuple[ImageEntry, ...]:
 
 
 def definition(config: ImageConfig) -> str:
-    """Return the definition that ``inspect --deffile`` shows."""
+    """Return the definition file that ``inspect --deffile`` shows for the .sif."""
     return f"# Written by imgkit from this image configuration.\nbootstrap: oci\nfrom: {config.image_id}\n"
 
 
 def text_file(path: str, text: str, created_s: int, *, mode: int = 0o644) -> ImageEntry:
-    """Return a file of root's with `text` as its content."""
+    """Return a file that belongs to root and has `text` as its content."""
     entry = ImageEntry(names=(path,), kind=REGULAR, mode=mode, mtime_s=created_s)
     return entry.with_content(text.encode("utf-8", "surrogateescape"))
 
 
 def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
-    """Return the names in the configuration's ENV that no shell can set."""
+    """Return the names of the image's variables that no shell can set."""
     return tuple(name for name, value in config.env if not _can_export(name, value))
 
 
 def variables(script: str) -> dict[str, str]:
     """Return the variables that a script sets: ``export A="1"`` -> ``{"A": "1"}``.
 
-    `script` is the text of `ENVIRONMENT` in a .sif, as imgkit or a runtime writes it. It is only parsed: a
-    script of unknown origin must not be run.
+    `script` is the text of the file `ENVIRONMENT` in a .sif, written by imgkit or a runtime. The function
+    only parses the script, because it is not safe to run a script of unknown origin.
     """
     values = {}
     for line in script.splitlines():
@@ -142,15 +145,16 @@ def variables(script: str) -> dict[str, str]:
             continue
         name = match["name"]
         quoted_value = _strip_default(name, match["value"])
-        with contextlib.suppress(ValueError):  # an open quote: the value has several lines
+        # shlex raises ValueError for a quote that is not closed. A value of several lines is left out.
+        with contextlib.suppress(ValueError):
             values[name] = "".join(shlex.split(quoted_value))
     return values
 
 
 def _strip_default(name: str, value: str) -> str:
-    """Return DEFAULT of the value ``"${NAME:-DEFAULT}"``, with its quotes, as runtimes write it.
+    """Return DEFAULT, including its own quotes, of a value ``"${NAME:-DEFAULT}"`` that a runtime wrote.
 
-    Any other value is returned unchanged.
+    A value of another form is returned unchanged.
     """
     start = f'"${{{name}:-'
     end = '}"'
@@ -162,14 +166,14 @@ def _strip_default(name: str, value: str) -> str:
 def _can_export(name: str, value: str | None) -> bool:
     """Return whether a shell script can set the variable `name` to this value.
 
-    It cannot if the name has other characters than a shell allows, or the value is no text.
+    It cannot if a shell does not allow the name, or if the value is not text.
     """
     text = value or ""
     if not _VARIABLE_NAME.fullmatch(name) or "\0" in text:
         return False
     try:
         text.encode()
-    except UnicodeEncodeError:  # a lone surrogate
+    except UnicodeEncodeError:  # a lone surrogate, which stands for a byte that is not UTF-8
         return False
     return True
 
@@ -177,15 +181,16 @@ def _can_export(name: str, value: str | None) -> bool:
 def _environment(config: ImageConfig) -> str:
     """Return the script that sets the image's variables.
 
-    A variable that the user has set already keeps its value, except for PATH.
+    A variable that the user has already set keeps its value. PATH is the exception.
     """
     lines = ["#!/bin/sh"]
-    # `dict` keeps the last of two values of a name, as docker run does. In the script, the first would win.
+    # If a name has two values, `dict` keeps the last one, as docker run does. In the script, a second
+    # assignment would have no effect.
     for name, value in dict(config.env).items():
         if not _can_export(name, value):
             continue
         assignment = f"{name}={_quote(value or '')}"
-        # The image's PATH always replaces the user's, which has folders of the host.
+        # The image's PATH always replaces the user's PATH, which contains folders of the host.
         if name != "PATH":
             assignment = f'[ -n "${{{name}:-}}" ] || {assignment}'
         lines.append(assignment)
@@ -206,13 +211,15 @@ def _quote_argv(argv: Sequence[str]) -> str:
 
 
 def _quote(text: str) -> str:
-    """Quote a word for a POSIX shell, whatever bytes it has."""
-    # Apptainer 1.4.5 reads \' outside of quotes as two characters in an assignment.
+    """Quote a word for a POSIX shell. The word may contain any bytes."""
+    # A single quote becomes '"'"'. The shorter \' is not possible: outside of quotes in an assignment,
+    # Apptainer 1.4.5 reads it as two characters.
     return "'" + text.replace("'", "'\"'\"'") + "'"
 
 
 def _labels(config: ImageConfig) -> str:
-    """Return the JSON of the labels that ``inspect --labels`` shows. The image's own come last."""
+    """Return the JSON of the labels that ``inspect --labels`` shows."""
+    # The image's own labels come last in the dict, so they replace labels of the same name.
     labels = {
         "org.label-schema.schema-version": "1.0",
         "org.label-schema.build-arch": config.arch,
@@ -225,9 +232,9 @@ def _labels(config: ImageConfig) -> str:
 
 
 def _date(created: str) -> str:
-    """Return the time `created` as the runtimes write it: ``Friday_1_March_2024_12:5:0_UTC``.
+    """Return the time `created` in the form that the runtimes use: ``Friday_1_March_2024_12:5:0_UTC``.
 
-    Only the hour has a leading zero.
+    The hour is padded with a zero. Day, minute and second are not.
     """
     time = datetime.datetime.fromtimestamp(creation_time_s(created), tz=datetime.timezone.utc)
     day = f"{_WEEKDAYS[time.weekday()]}_{time.day}_{_MONTHS[time.month - 1]}_{time.year}"

@@ -1,7 +1,7 @@
-"""The .sqsh of an image: what enroot, pyxis and ch-run start. One squashfs, and what imgkit adds to it::
+"""Write and read .sqsh files, which enroot, pyxis and ch-run start. A .sqsh is a squashfs with a record::
 
     +---------------------+  byte 0
-    | squashfs            |  the image's files; those of `own_files` replace the image's own
+    | squashfs            |  the image's files; the files of `enroot_files` replace the image's own
     +---------------------+
     | JSON object         |  `ImgkitRecord`; a mount ignores what follows the squashfs
     | its length, 8 bytes |
@@ -10,12 +10,14 @@
 
 ``X.sqsh.sha256`` next to it holds the checksum of the whole file, for ``sha256sum -c``.
 
-enroot's doc/image-format.md and sources (4.1) say what the files in /etc mean. ``environment`` has a variable
-on each line. enroot replaces ``${NAME}`` in a line by the host's variable, and knows no escape. It drops
-names that no shell can set, and its own (``ENROOT_``). It removes a pair of quotes or backslashes around a
-value, twice, and ch-run one pair of single quotes: a pair is added here, and ``rc`` sets what lost its own.
-``fstab`` lists mounts, and ``rc`` is the script that starts the container. pyxis puts another ``rc.local``
-there to skip the entrypoint.
+enroot's doc/image-format.md and sources (4.1) describe the files in /etc:
+
+* ``environment`` has one variable on each line. enroot replaces ``${NAME}`` in a line by the variable of the
+  host, and has no escape for it. It drops names that no shell can set, and names that begin with ``ENROOT_``.
+* enroot removes a pair of quotes or backslashes around a value, and does so twice. ch-run removes one pair of
+  single quotes. So imgkit adds a pair, and ``rc`` restores the values that have lost a pair of their own.
+* ``fstab`` lists mounts. ``rc`` is the script that starts the container. pyxis replaces ``rc.local`` by
+  another file to skip the entrypoint.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ _SUBSTITUTION = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
 _RESERVED = "ENROOT_"
 # enroot 4.1 removes one of these from each end of a value that begins and ends with them.
 _REMOVED_PAIRS = ("'", '"', "\\")
-# Without the first, enroot's hook mounts no GPU, and does not say so; without the second, it mounts no CUDA.
+# Without the first variable, enroot's hook silently mounts no GPU. Without the second, it mounts no CUDA.
 _GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
 _RC = """\
@@ -67,13 +69,13 @@ fi
 
 
 def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return the files in /etc with which enroot starts an image: variables, mounts and the start script.
+    """Return the files in /etc that enroot reads to start an image: variables, mounts and the start script.
 
     They replace files of the image at the same paths.
 
     Raises
     ------
-    UsageError : the image's configuration has a value that these files cannot hold, such as a line break.
+    UsageError : these files cannot hold a value of the image's configuration, such as one with a line break.
     """
     created_s = creation_time_s(config.created)
     return (
@@ -85,16 +87,17 @@ def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
 
 
 def mount_points(config: ImageConfig) -> tuple[ImageEntry, ...]:
-    """Return folders and empty files that an image gets if it has nothing at their paths.
+    """Return folders and empty files that are added to an image if their paths are unused.
 
-    They are the places where a runtime mounts something, and the image's working folder with its parents.
+    They are the paths on which a runtime mounts something, and the image's working folder with its parents.
     """
     created_s = creation_time_s(config.created)
     entries = {entry.name: entry for entry in runtime_files.mount_points(created_s)}
-    # ch-run mounts its own over these two, and fails where there is nothing.
+    # ch-run mounts its own versions of these two files, and fails if the image does not have them.
     for path in ("etc/group", "etc/passwd"):
         entries[path] = text_file(path, "", created_s)
     workdir = PurePosixPath(config.workdir.lstrip("/"))
+    # `parents` begins with the closest folder. Folders must come before what is in them.
     for folder in (*reversed(workdir.parents), workdir):
         path = str(folder)
         if path != "." and path not in entries:
@@ -108,10 +111,10 @@ def skipped_variables(config: ImageConfig) -> tuple[str, ...]:
 
 
 def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
-    """Yield `entries` without devices and without everything in /dev.
+    """Yield `entries` without devices and without the content of /dev.
 
-    enroot unpacks a .sqsh, and an ordinary user cannot make devices. A runtime mounts the host's /dev anyway.
-    `note` receives a sentence for the user if devices outside /dev were left out.
+    enroot unpacks a .sqsh as an ordinary user, who cannot create devices. A runtime mounts the host's /dev
+    anyway. If devices outside /dev are left out, `note` receives a sentence for the user.
 
     Raises
     ------
@@ -142,7 +145,7 @@ def _is_set_by_enroot(name: str) -> bool:
 
 
 def _variables(config: ImageConfig) -> dict[str, str]:
-    # The last of two values counts, as in docker run.
+    # If a name has two values, the dict keeps the last one, as docker run does.
     return {name: value or "" for name, value in config.env if _is_set_by_enroot(name)}
 
 
@@ -151,10 +154,10 @@ def _environment(config: ImageConfig) -> str:
 
     Raises
     ------
-    UsageError : the file cannot hold a value, see `_find_value_problem`.
+    UsageError : the file cannot hold a value, for a reason that `_find_value_problem` returns.
     """
     lines = []
-    # The image's own settings for GPUs replace the defaults.
+    # The right side of `|` has priority: settings for GPUs in the image replace the defaults.
     for name, value in (_GPUS | _variables(config)).items():
         problem = _find_value_problem(value)
         if problem:
@@ -163,7 +166,8 @@ def _environment(config: ImageConfig) -> str:
                 where=f"ENV {name}",
                 hint=f"change image.env.{name} of the recipe (or ENV of the image), or make a .sif of it",
             )
-        # enroot and ch-run remove a pair of quotes around a value, so a value in quotes gets a second pair.
+        # enroot and ch-run remove a pair of quotes around a value. So a value that begins with a quote gets
+        # a second pair.
         if value.startswith(_REMOVED_PAIRS):
             value = f"'{value}'"
         lines.append(f"{name}={value}\n")
@@ -171,7 +175,7 @@ def _environment(config: ImageConfig) -> str:
 
 
 def _find_value_problem(value: str) -> str:
-    """Return why a line of /etc/environment cannot hold this value of a variable, or "" if it can."""
+    """Return why a line of /etc/environment cannot hold `value`, or ``""`` if it can."""
     substitution = _SUBSTITUTION.search(value)
     if substitution is not None:
         return f"enroot replaces {substitution[0]} by the host's variable"
@@ -181,7 +185,7 @@ def _find_value_problem(value: str) -> str:
 
 
 def _find_text_problem(text: str) -> str:
-    """Return why a text file cannot hold `text`, or "" if it can."""
+    """Return why a text file cannot hold `text`, or ``""`` if it can."""
     if "\0" in text:
         return "it has a zero byte"
     try:
@@ -192,26 +196,35 @@ def _find_text_problem(text: str) -> str:
 
 
 def _restoring_lines(config: ImageConfig) -> str:
-    """Return lines of the start script that restore values from which enroot has removed quotes.
+    """Return the lines of the start script that restore quotes which enroot removes from values.
 
-    enroot removes quotes twice: those that `_environment` adds, and then a pair of the value's own. So the
-    value ``'a'`` arrives as ``a``, and a line of the script sets it to ``'a'`` again.
+    enroot removes quotes twice: first the pair that `_environment` adds, and then a pair that belongs to the
+    value. So the value ``'a'`` becomes ``a`` in the container, and a line of the script sets it to ``'a'``
+    again.
     """
     lines = []
     for name, value in _variables(config).items():
         bare = value.rstrip()
         has_pair = bare.startswith(_REMOVED_PAIRS) and bare.endswith(_REMOVED_PAIRS)
+        # A single character both begins and ends the value, but is no pair.
         if has_pair and len(bare) > 1:
             value_in_container = shlex.quote(bare[1:-1])
             restore = f"export {name}={shlex.quote(value)}"
+            # Only if the value still is as enroot left it: the user may have set another one.
             lines.append(f'[ "${{{name}-}}" != {value_in_container} ] || {restore}\n')
     return "".join(lines)
 
 
 def _start_script(config: ImageConfig) -> str:
-    """Return the content of /etc/rc, the script that starts the container."""
+    """Return the content of /etc/rc, the script that starts the container.
+
+    Raises
+    ------
+    UsageError : a text file cannot hold the ENTRYPOINT, CMD or WORKDIR of the image.
+    """
     _refuse_unwritable_commands(config)
     cmd = config.cmd
+    # Without any command, the script would have nothing to run.
     if not config.entrypoint and not cmd:
         cmd = ("/bin/sh",)
     return _RC.format(
@@ -224,13 +237,13 @@ def _start_script(config: ImageConfig) -> str:
 
 
 def _refuse_unwritable_commands(config: ImageConfig) -> None:
-    """Refuse an image whose ENTRYPOINT, CMD or WORKDIR is no text, such as bytes that are not UTF-8.
+    """Refuse an image whose ENTRYPOINT, CMD or WORKDIR is not text, such as bytes that are not UTF-8.
 
-    They are written into the start script, which would start another program.
+    The start script contains these values. If it cannot hold them exactly, it would start another program.
 
     Raises
     ------
-    UsageError : there is such a value.
+    UsageError : a value has a zero byte or is not UTF-8.
     """
     instructions = {"ENTRYPOINT": config.entrypoint, "CMD": config.cmd, "WORKDIR": (config.workdir,)}
     for instruction, arguments in instructions.items():
@@ -253,7 +266,7 @@ _READ_VARIABLES = (
     """case $value in [\\'\\"\\\\]*[\\'\\"\\\\]) value=${value#?}; value=${value%?} ;; esac; """
     f'export "$name=$value"; done < /{ENVIRONMENT}; fi; '
 )
-# A line of sh that adds the libraries of --nv behind the image's own.
+# A line of sh that adds the folder with the libraries of --nv to the end of LD_LIBRARY_PATH.
 _ADD_LIBS = (
     f"libs={runtime_files.LIBS}; "
     'if [ -d "$libs" ]; then case ":${LD_LIBRARY_PATH-}:" in *":$libs:"*) ;; '
@@ -262,25 +275,26 @@ _ADD_LIBS = (
 
 
 def environment_argv(first: str) -> tuple[str, ...]:
-    """Return the arguments to put before a command that Singularity runs in a .sqsh: ``sh -c SCRIPT sh``.
+    """Return ``sh -c SCRIPT sh``, to put before a command that Singularity runs in a .sqsh.
 
-    Singularity does not know where a .sqsh keeps the image's variables. The script sets them, adds the GPU
-    libraries of ``--nv`` to LD_LIBRARY_PATH behind the image's own, and then runs the command.
+    Singularity does not know where a .sqsh stores the image's variables. The script sets them, adds the GPU
+    libraries of ``--nv`` to the end of LD_LIBRARY_PATH, and then runs the command.
 
     Parameters
     ----------
-    first : a command for sh to run between the two, or ``""``.
+    first : a shell command to run after the variables are set and before the libraries are added. It may be
+        empty.
     """
     separator = "; " if first else ""
     return ("sh", "-c", f'{_READ_VARIABLES}{first}{separator}{_ADD_LIBS}exec "$@"', "sh")
 
 
 _PADDING_BYTES = 1 << 20
-"""How many bytes behind a squashfs are looked at. Programs pad it with zeros, usually to 4 KiB."""
+"""How many bytes after a squashfs are read. Programs pad a squashfs with zeros, usually to 4 KiB."""
 
 
 def is_sqsh(path: Path) -> bool:
-    """Return whether the file is a squashfs, whoever wrote it. Return False if it cannot be read."""
+    """Return whether the file is a squashfs, written by any program. Return False if it cannot be read."""
     try:
         with files.open_regular(path) as stream:
             return stream.read(len(image.SQUASHFS_MAGIC)) == image.SQUASHFS_MAGIC
@@ -293,7 +307,8 @@ def check_structure(path: Path) -> Superblock:
 
     Raises
     ------
-    CheckFailed : the file is not a squashfs or is cut short, or imgkit's record behind it is incomplete.
+    CheckFailed : the file is not a squashfs, is cut short, or has other bytes than padding or imgkit's record
+        after the squashfs.
     """
     superblock = image.read_superblock(path)
     if superblock is None:
@@ -306,6 +321,7 @@ def check_structure(path: Path) -> Superblock:
             hint="copy it again",
         )
     with files.open_regular(path) as stream:
+        # After the squashfs, a file of another program has only padding, and a file of imgkit has a record.
         stream.seek(superblock.used_bytes)
         is_padding = not stream.read(_PADDING_BYTES).strip(b"\0")
         has_record = files.has_trailer(stream, MARK)
@@ -343,7 +359,7 @@ def _record_text(path: Path) -> bytes | None:
 
 
 def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
-    """Return the sha256 of the squashfs, and the sha256 of the whole file, both in hex.
+    """Return the sha256 of the squashfs and the sha256 of the whole .sqsh, both in hex.
 
     The file is read once. `advance` is called with the number of bytes read so far and the total.
 
@@ -358,7 +374,7 @@ def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
     with files.open_regular(path) as stream:
         digest = files.start_sha256(stream, 0, squashfs_bytes, advance=advance)
         squashfs_sha256 = digest.hexdigest()
-        # The same digest goes on over the record, which is the rest of the file.
+        # The record is the rest of the file. Adding it to the same digest gives the digest of the file.
         digest.update(stream.read())
     return squashfs_sha256, digest.hexdigest()
 
@@ -376,7 +392,7 @@ class Sqsh(Format):
         return is_sqsh(path)
 
     def added_files(self, config: ImageConfig, note: Callable[[str], None]) -> AddedFiles:
-        """Return the files that the programs read, and what the image gets if it lacks it."""
+        """Return the files that enroot reads, and the mount points that are added if they are missing."""
         for name in skipped_variables(config):
             note(f"the image sets the variable {name!r}, which enroot never sets: left out")
         return AddedFiles(replacing=enroot_files(config), if_missing=mount_points(config))
@@ -392,7 +408,7 @@ class Sqsh(Format):
         check_structure(path)
 
     def put_record(self, path: Path, record: ImgkitRecord, advance: Advance) -> tuple[ImgkitRecord, str]:
-        """Append the record, and return the checksum of the whole file with it."""
+        """Append the record with the squashfs' digest. Return the record and the checksum of the file."""
         with files.open_regular(path) as stream:
             digest = files.start_sha256(stream, 0, path.stat().st_size, advance=advance)
         record = dataclasses.replace(record, root_sha256=digest.hexdigest())
@@ -404,9 +420,9 @@ class Sqsh(Format):
     def intact_record(
         self, path: Path, config: ImageConfig, accepts: Callable[[ImgkitRecord], bool]
     ) -> ImgkitRecord | None:
-        """Return the record of the .sqsh `path` if the file can stay as it is, else None.
+        """Return the record of the .sqsh `path` if the file need not be written again, else None.
 
-        It can if `accepts` is true for its record, and no byte differs from the recorded digests.
+        The file is kept if `accepts` is true for its record, and its content matches the recorded digests.
         """
         if not is_sqsh(path):
             return None
@@ -415,7 +431,7 @@ class Sqsh(Format):
             if record is None or not accepts(record):
                 return None
             checksum = sidecar.read_sha256(path)
-            # Last, since it reads the whole file.
+            # The slowest check comes last: it reads the whole file.
             squashfs_sha256, file_sha256 = hash_sqsh(path)
         except (CheckFailed, UsageError):
             return None

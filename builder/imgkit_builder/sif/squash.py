@@ -1,19 +1,20 @@
-"""Write a stream of entries as a squashfs, by one of two kinds of mksquashfs, and compare the result.
+"""Write a stream of entries as a squashfs with mksquashfs, old or new, and check the result.
 
-mksquashfs from 4.5 on reads a tar from its standard input, and writes into the .sif itself.
+mksquashfs from 4.5 on reads a tar from its standard input, and writes directly into the .sif.
 
-mksquashfs 4.3 and 4.4 (RHEL 8 and 9) cannot read a tar, so the files are unpacked once. An ordinary user
-cannot give files away or make devices: the files are unpacked under the user's uid, and a pseudo-file
-definition states owners, modes and devices. The tree is private, and no entry is written through a link: a
-folder counts only if it was made here.
+mksquashfs 4.3 and 4.4 (RHEL 8 and 9) cannot read a tar, so imgkit first unpacks the files to disk. An
+ordinary user cannot change the owner of files or create devices. So the files are unpacked with the user's
+uid, and a file with pseudo-file definitions tells mksquashfs the owners, modes and devices. Only this user
+can access the unpacked tree. No entry is written through a link: every folder on its path must have been
+created here.
 
-mksquashfs 4.5.1 loses files of a tar and still exits 0, so the names in the squashfs are counted. The lists
-of all folders follow each other without a gap in the table of folders, so that one pass over it sees every
-name. It also gives the root folder to the calling user: the folder is given to root, or two users would get
-two different files.
+mksquashfs 4.5.1 loses files of a tar and still exits with 0, so imgkit counts the names in the squashfs. The
+table of folders has a list of names for each folder. The lists follow each other without gaps, so one pass
+over the table finds every name. mksquashfs 4.5.1 also makes the calling user the owner of the root folder.
+imgkit changes the owner to root, because two users would otherwise get two different files.
 
-``-noI`` stores inodes, owners and folders as they are. The format is that of the kernel's
-Documentation/filesystems/squashfs.rst.
+The option ``-noI`` stores inodes, owners and folders uncompressed. The kernel's
+Documentation/filesystems/squashfs.rst describes the format.
 """
 
 from __future__ import annotations
@@ -48,9 +49,9 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
 INSTALL = "apt install squashfs-tools, dnf install squashfs-tools, or brew install squashfs"
 
-_PIPE_BYTES = 1 << 20  # what an unprivileged user may set
-_MAX_TIME_S = (1 << 32) - 1  # a squashfs has 32 bits for it
-# Characters that a pseudo file needs escaped in a name.
+_PIPE_BYTES = 1 << 20  # the largest pipe that an unprivileged user may set
+_MAX_TIME_S = (1 << 32) - 1  # a squashfs stores times in 32 bits
+# Characters that must be escaped in the names of a pseudo file.
 _PSEUDO_SPECIAL = re.compile(rb'[\s\\"#]')
 _DEVICES = {tar_read.CHARACTER: "c", tar_read.BLOCK: "b"}
 # mksquashfs prints this for an extended attribute that no squashfs can hold, such as an access list.
@@ -58,52 +59,53 @@ _HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
 
 _OFFSET = struct.Struct("<Q")
 _BLOCK_HEADER = struct.Struct("<H")
-# Bit in the header of a metadata block that is not compressed.
+# This bit is set in the header of a metadata block that is not compressed.
 _PLAIN = 0x8000
 # Size of an uncompressed metadata block, without its header.
 _METADATA_BYTES = 8192
 _LIST_HEADER = struct.Struct("<I8x")  # the number of names, and two numbers that are not needed
-_LIST_ENTRY = struct.Struct("<6xH")  # the length of the name behind it
-# Offset of a table that is not there.
+_LIST_ENTRY = struct.Struct("<6xH")  # the length of the name that follows
+# The offset of a table that the squashfs does not have.
 _ABSENT = (1 << 64) - 1
 # Position in the superblock of the time at which the squashfs was written.
 _MKFS_TIME_OFFSET = 8
-# A folder's inode, basic and extended.
+# The types of a folder's inode: basic and extended.
 _FOLDER_TYPES = (1, 8)
-# Offsets in an inode: type, mode, uid and gid take two bytes each; uid and gid index the table of owners.
+# Offsets in an inode, which begins with type, mode, uid and gid in two bytes each. uid and gid are positions
+# in the table of owners.
 _INODE_OWNERS, _INODE_TIME = 4, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SquashTarget:
-    """Where a squashfs goes, and how it is packed."""
+    """Where a squashfs is written, and how it is compressed."""
 
     path: Path
     offset: int = 0
-    """Byte of `path` at which it begins."""
+    """Byte of `path` at which the squashfs begins."""
     created_s: int
-    """Time of the squashfs and of its root folder."""
+    """Creation time of the squashfs, and time of its root folder."""
     compression: Compression
     folder: Path
-    """Folder of temporary files."""
+    """Folder for temporary files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Squasher(abc.ABC):
-    """A program mksquashfs of this machine, and how a squashfs is written with it."""
+    """A way to write a squashfs with a certain program mksquashfs of this machine."""
 
     program: Path
     note: str = ""
-    """A sentence for the user: what is done, and why not by the best program; empty for the best."""
+    """A sentence for the user if the best program is missing: what is done instead, and why. Else empty."""
     disk_share = 0.0
-    """Bytes of its temporary files per byte of the image."""
+    """Bytes of temporary files per byte of the image."""
 
     def __str__(self) -> str:
         return f"mksquashfs {mksquashfs.read_version(self.program)} at {self.program}"
 
     @property
     def zstd_error(self) -> str:
-        """Why this build of it cannot compress with zstd. It is empty if it can. 4.3 cannot."""
+        """Why this mksquashfs cannot compress with zstd, or ``""`` if it can. Version 4.3 cannot."""
         return mksquashfs.zstd_error(self.program)
 
     @abc.abstractmethod
@@ -112,11 +114,13 @@ class Squasher(abc.ABC):
 
     @abc.abstractmethod
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
-        """Write `entries` as a squashfs, and return how many names they have.
+        """Write `entries` as a squashfs, and return the number of their names.
+
+        The caller compares this number with the number of names in the squashfs.
 
         Raises
         ------
-        ToolFailed : the program failed, or said something that is not known to be harmless.
+        ToolFailed : the program failed, or printed a message that is not known to be harmless.
         """
 
     def _options(self, target: SquashTarget) -> tuple[str, ...]:
@@ -125,7 +129,7 @@ class Squasher(abc.ABC):
             *("-noappend", "-no-progress"),
             *target.compression.options,
             *mksquashfs.gather_limits().mksquashfs_options(),
-            # Uncompressed inodes, for `set_root`; costs 0.3 % of size.
+            # `set_root` can change only uncompressed inodes. The file becomes 0.3 % larger.
             "-noI",
         )
 
@@ -135,13 +139,14 @@ def choose() -> Squasher:
 
     Raises
     ------
-    ToolMissing : there is none, or none that can store the owners of files.
+    ToolMissing : there is no mksquashfs, or none that can store the owners of files.
     """
     tar_reader = mksquashfs.find_tar_reader()
     if tar_reader is not None:
         return TarMksquashfs(program=tar_reader)
     obstacle = mksquashfs.describe_obstacle()
-    # A pseudo file (-pf) lists owners. Without it, all files of the squashfs would belong to this user.
+    # The option -pf reads owners from a file. Without it, all files of the squashfs would belong to this
+    # user.
     for program in mksquashfs.find_programs():
         if mksquashfs.has_option(program, r"-pf\b"):
             note = f"the files are written to disk once, and squashed from there (slower): {obstacle}"
@@ -158,10 +163,10 @@ def write(
     offset: int,
     squasher: Squasher,
 ) -> None:
-    """Write `entries` as a squashfs to byte `offset` of `path`, by `squasher`.
+    """Write `entries` as a squashfs to byte `offset` of `path`, with the program of `squasher`.
 
-    Afterwards the names in the squashfs are counted, since mksquashfs 4.5.1 loses files and still exits 0.
-    `created` is the time of the squashfs and its root folder, in RFC 3339. An empty text means 1970.
+    Afterwards, the names in the squashfs are counted, because mksquashfs 4.5.1 loses files and still exits
+    with 0. `created` is the time of the squashfs and its root folder, in RFC 3339. An empty text means 1970.
 
     Raises
     ------
@@ -184,14 +189,14 @@ def write(
             where=str(path),
             hint="please report this",
         )
-    # mksquashfs 4.5.1 gives the root folder the current time and this user, whatever its options say.
+    # mksquashfs 4.5.1 ignores its options for the root folder: it gets the current time and this user.
     set_root(path, created_s, offset=offset)
 
 
 def strip_attributes(entries: Iterator[ImageEntry], note: Callable[[str], None]) -> Iterator[ImageEntry]:
-    """Yield `entries` without extended attributes other than file capabilities.
+    """Yield `entries` with no extended attributes except file capabilities.
 
-    `note` receives a sentence for the user at the end, if something was stripped.
+    If an attribute was removed, `note` receives a sentence for the user at the end.
     """
     stripped_count = 0
     for entry in entries:
@@ -199,7 +204,8 @@ def strip_attributes(entries: Iterator[ImageEntry], note: Callable[[str], None])
             yield entry
             continue
         stripped_count += 1
-        # Engines export capabilities only, and an image must give the same files from an engine and a tar.
+        # Engines export only capabilities. An image from an engine and the same image from an archive must
+        # give the same files.
         capability = {name: value for name, value in entry.xattrs.items() if name == CAPABILITY}
         yield entry.changed(xattrs=capability)
     if stripped_count:
@@ -208,7 +214,7 @@ def strip_attributes(entries: Iterator[ImageEntry], note: Callable[[str], None])
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TarMksquashfs(Squasher):
-    """mksquashfs from 4.5 on."""
+    """Writes a squashfs with mksquashfs 4.5 or later, which reads a tar."""
 
     def argv(self, target: SquashTarget) -> list[str]:
         """Return the program and its arguments."""
@@ -216,13 +222,13 @@ class TarMksquashfs(Squasher):
         argv = [str(self.program), "-", str(target.path), "-tar", "-quiet", *self._options(target)]
         if target.offset:
             argv += ["-offset", str(target.offset)]
-        # A tar has no entry for the root itself; by default / would get mode 0777 and the current time.
+        # The tar has no entry for the root folder. By default, / would get mode 0777 and the current time.
         argv += ["-root-mode", "0755", "-root-uid", "0", "-root-gid", "0"]
         argv += ["-root-time", created_s, "-mkfs-time", created_s]
         return argv
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
-        """Pass `entries` to the program as a tar, through its standard input."""
+        """Send `entries` to the program as a tar through its standard input."""
         argv = self.argv(target)
         job.log.write(f"$ ... | {' '.join(argv)}\n")
         with running(argv, job) as sink:
@@ -230,18 +236,20 @@ class TarMksquashfs(Squasher):
 
 
 def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> int:
-    """Write `entries` to `sink` as a tar, and return how many names it has.
+    """Write `entries` to `sink` as a tar, and return the number of names in it.
 
-    Hard links come directly behind their file: mksquashfs 4.5.1 loses one that comes before it.
+    Hard links are written directly after their file, because mksquashfs 4.5.1 loses a hard link that comes
+    before its file.
     """
     name_count = 0
     for entry in entries:
         name_count += len(entry.names)
+        # An entry that was not changed still has the header from its source.
         sink.write(entry.header or _tar_header(entry))
         if entry.size_bytes:
-            for piece in entry.content:
-                sink.write(piece)
-            # A tar consists of blocks: zeros fill the last one of a file.
+            for chunk in entry.content:
+                sink.write(chunk)
+            # A tar consists of blocks of 512 bytes. Zeros fill the last block of a file.
             sink.write(tar_write.padding(entry.size_bytes))
         for name in entry.names[1:]:
             sink.write(tar_write.header(name, HARD_LINK, link=entry.name))
@@ -250,7 +258,7 @@ def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> int:
 
 
 def _tar_header(entry: ImageEntry) -> bytes:
-    """Return the blocks of a tar before the content of `entry`."""
+    """Return the header blocks of a tar that come before the content of `entry`."""
     return tar_write.header(
         entry.name,
         entry.kind,
@@ -267,22 +275,22 @@ def _tar_header(entry: ImageEntry) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OldMksquashfs(Squasher):
-    """mksquashfs 4.3 and 4.4."""
+    """Writes a squashfs with mksquashfs 4.3 or 4.4, from files on disk."""
 
     disk_share = 1 + PACKED_SHARE
 
     def argv(self, target: SquashTarget) -> list[str]:
-        """Return the command that packs the unpacked files in ``tree``, with owners from a pseudo file."""
+        """Return the command that packs the files in the folder ``tree``, with owners from a pseudo file."""
         tree = target.folder / "tree"
         output = target.folder / "root.sqfs"
         owners = target.folder / "owners"
-        # -pf replaces owner and mode of files that are there, and adds devices that are not.
+        # The file after -pf sets owners and modes of the files in `tree`, and adds devices.
         return [str(self.program), str(tree), str(output), "-pf", str(owners), *self._options(target)]
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
-        """Write the files to disk, pack them into a squashfs, and copy that into the target's file.
+        """Write the files to disk, pack them into a squashfs, and copy the squashfs into the target's file.
 
-        An old mksquashfs reads no tar, and cannot write into the middle of a file.
+        An old mksquashfs cannot read a tar or write into the middle of a file.
         """
         tree = UnpackedTree(target.folder / "tree")
         name_count = 0
@@ -297,17 +305,17 @@ class OldMksquashfs(Squasher):
         if not tree.attributes:
             argv.append("-no-xattrs")
         job.log.write(f"$ {' '.join(argv)}\n")
-        # Its standard output is a table of what it wrote.
+        # An old mksquashfs prints a table of what it wrote to its standard output, which is ignored.
         with running(argv, job, only_errors=True):
             pass
-        # Removed before the squashfs is copied: files, squashfs and copy may not fit on the disk together.
+        # The disk may not have space for the files, the squashfs and its copy at the same time.
         remove_tree(tree.root)
         _move_into(target.folder / "root.sqfs", target)
         return name_count
 
 
 def _move_into(squashfs: Path, target: SquashTarget) -> None:
-    """Copy the file `squashfs` into the target's file, behind the room for the header, and remove it."""
+    """Copy the file `squashfs` to byte `target.offset` of the target's file, and remove `squashfs`."""
     with (
         files.open_regular(squashfs) as source,
         files.open_own(target.path, os.O_RDWR | os.O_CREAT, "r+b") as stream,
@@ -320,8 +328,8 @@ def _move_into(squashfs: Path, target: SquashTarget) -> None:
 class UnpackedTree:
     """The files of an image on disk for an old mksquashfs, and the lines of its pseudo file.
 
-    An ordinary user cannot give files away or make devices. So all files belong to this user, and the pseudo
-    file tells mksquashfs their true owners and modes, and the devices to add.
+    An ordinary user cannot change the owner of files or create devices. So all files belong to this user. The
+    pseudo file tells mksquashfs the true owners and modes of the files, and which devices to add.
 
     Raises
     ------
@@ -335,22 +343,22 @@ class UnpackedTree:
         """Number of extended attributes that were set on files."""
         self._folder_times: dict[str, int] = {"": 0}
         self._definitions: dict[str, str] = {}
-        """The line of each name in the pseudo file, without the name. A folder comes before what is in it.
+        """The line of each name in the pseudo file, without the name. A folder comes before its files.
 
-        The lines are interned, since most files have the same owner and mode.
+        The lines are interned (equal texts share memory), because most files have the same owner and mode.
         """
         self._lost_attributes = 0
         root.mkdir(mode=0o700)
-        # A file system may label every file, as SELinux does. mksquashfs would store that.
+        # A file system may set an attribute on every new file, as SELinux does. mksquashfs would store it.
         self._is_labelled = bool(_attributes(root))
 
     def add(self, entry: ImageEntry) -> None:
-        """Write the entry to disk, and a hard link for each of its further names.
+        """Write the entry to disk under its first name, and create a hard link for each other name.
 
         Raises
         ------
         CheckFailed : the entry comes twice, or before its folder.
-        ToolFailed : it cannot be written.
+        ToolFailed : the entry cannot be written.
         """
         for name in entry.names:
             self._refuse_name(name)
@@ -363,7 +371,7 @@ class UnpackedTree:
                     self._create(entry)
             except OSError as error:
                 if error.errno in files.FULL:
-                    raise  # `workspace` explains a full disk
+                    raise  # `workspace.workspace` turns this error into a message about the full disk
                 raise ToolFailed(
                     f"{name!r} of the image cannot be written to disk: {error.strerror}",
                     where=str(self.root),
@@ -371,13 +379,19 @@ class UnpackedTree:
                 ) from error
 
     def _refuse_name(self, name: str) -> None:
-        """Raise an error for a name that cannot be written safely or stored.
+        """Raise an error if `name` cannot be written safely or stored in the pseudo file.
 
-        A repeated name, ``..``, or a name whose folder was not made here could lead out of the tree through a
-        link of the archive. A line break would end the name's line in the pseudo file.
+        A hostile archive can contain links. A repeated name, ``..``, or a name in a folder that was not
+        created here could lead out of the tree through such a link. A line break would end the name's line
+        in the pseudo file.
+
+        Raises
+        ------
+        CheckFailed : the name is not safe.
+        ToolFailed : the name has a line break.
         """
         folder, _, base_name = name.rpartition("/")
-        # Only folders made here count, and a link is none of them.
+        # `_folder_times` has only the folders that were created here, and no links.
         is_inside = folder in self._folder_times and not name.startswith("/")
         if not is_inside or base_name in ("", ".", "..") or name in self._folder_times:
             raise CheckFailed(f"{name!r} comes twice, or before its folder", where="the merged layers")
@@ -390,7 +404,8 @@ class UnpackedTree:
     def _create(self, entry: ImageEntry) -> None:
         """Write the file, folder, link or FIFO to disk, and add its line to the pseudo file.
 
-        A device is not written, since an ordinary user cannot make one: its line makes mksquashfs add it.
+        A device is not written, because an ordinary user cannot create devices. Its line in the pseudo file
+        makes mksquashfs add the device.
         """
         mode = entry.mode & 0o7777  # without the bits of the file type
         if entry.kind in _DEVICES:
@@ -400,40 +415,45 @@ class UnpackedTree:
             return
         path = self._path(entry.name)
         _write_to_disk(entry, path)
-        # The pseudo file has no extended attributes: mksquashfs takes those of the file.
+        # A pseudo file cannot contain extended attributes. mksquashfs reads them from the file on disk.
         self._set_attributes(entry, path)
         time_s = min(max(entry.mtime_s, 0), _MAX_TIME_S)
-        # Last, because attributes and content change the time.
+        # The time is set last, because writing content and attributes changes it.
         os.utime(path, (time_s, time_s), follow_symlinks=False)
         if entry.kind == DIRECTORY:
             self._folder_times[entry.name] = time_s
         if entry.kind == SYMLINK:
-            mode = 0o777
+            mode = 0o777  # Linux gives every symlink this mode
         self._definitions[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
 
     def _link(self, name: str, target: str) -> None:
-        """Make `name` a hard link to `target`, which must have been written before and be no folder.
+        """Make `name` a hard link to `target`, a file that must have been written before.
 
-        A second name of a device gets only its line in the pseudo file.
+        If `target` is a device, `name` gets only a line in the pseudo file.
+
+        Raises
+        ------
+        CheckFailed : `target` is a folder or has not been written.
         """
         definition = self._definitions.get(target)
         if definition is None or target in self._folder_times:
             raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")
         if not _is_device(definition):
             os.link(self._path(target), self._path(name), follow_symlinks=False)
-        # mksquashfs stores every name of a link or FIFO as a file of its own.
+        # mksquashfs stores each name of a symlink or FIFO as a file of its own, so each name needs a line.
         self._definitions[name] = definition
 
     def _set_attributes(self, entry: ImageEntry, path: Path) -> None:
         """Set the extended attributes that this user may set, and count the others as lost.
 
-        On a file system that labels every file, as SELinux does, mksquashfs must store none, so all are lost.
+        If the file system sets attributes on every file, as SELinux does, mksquashfs must not store any. Then
+        all attributes count as lost.
         """
         for name, value in entry.xattrs.items():
             try:
                 os.setxattr(path, name, value, follow_symlinks=False)
                 is_kept = not self._is_labelled
-            except (OSError, AttributeError):
+            except (OSError, AttributeError):  # not allowed for this user; not Linux
                 is_kept = False
             if is_kept:
                 self.attributes += 1
@@ -441,11 +461,11 @@ class UnpackedTree:
                 self._lost_attributes += 1
 
     def finish(self, created_s: int) -> None:
-        """Set the times of the folders at the end, since each new file changes the time of its folder."""
+        """Set the times of the folders at the end, because each new file changes its folder's time."""
         self._folder_times[""] = created_s
         for name, time_s in self._folder_times.items():
             os.utime(self._path(name), (time_s, time_s))
-        # mksquashfs takes the mode of / from this folder; the pseudo file has no line for it.
+        # mksquashfs takes the mode of / from this folder, because the pseudo file has no line for it.
         self.root.chmod(0o755)
 
     def pseudo_file(self) -> Iterator[bytes]:
@@ -455,7 +475,7 @@ class UnpackedTree:
             yield escaped_name + f" {definition}\n".encode()
 
     def losses(self) -> Iterator[str]:
-        """Yield a sentence for the user on each thing of the image that the squashfs will not have."""
+        """Yield a sentence for the user on each property of the image that the squashfs cannot keep."""
         if self._lost_attributes:
             yield f"{self._lost_attributes} extended attributes are left out, which this user cannot set here"
         device_count = sum(map(_is_device, self._definitions.values()))
@@ -467,14 +487,16 @@ class UnpackedTree:
 
 
 def _write_to_disk(entry: ImageEntry, path: Path) -> None:
-    """Make the file, folder, link or FIFO `path`, which only this user may read until it is packed.
+    """Create the file, folder, link or FIFO `path` with permissions for this user only.
+
+    The pseudo file sets the final permissions in the squashfs.
 
     Raises
     ------
-    CheckFailed : the entry is of another kind.
+    CheckFailed : the entry has another type.
     """
     if entry.kind == REGULAR:
-        # O_EXCL and O_NOFOLLOW: an earlier entry of this name, such as a link, is never written through.
+        # O_EXCL and O_NOFOLLOW make the call fail if `path` exists. So nothing is written through a link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:  # noqa: TID251 - see `flags`
             stream.writelines(entry.content)
@@ -489,38 +511,41 @@ def _write_to_disk(entry: ImageEntry, path: Path) -> None:
 
 
 def _attributes(path: Path) -> list[str]:
+    """Return the names of the extended attributes of `path`."""
     try:
         return os.listxattr(path)
-    except (OSError, AttributeError):  # a file system without them; not Linux
+    except (OSError, AttributeError):  # the file system has no attributes; not Linux
         return []
 
 
 def _is_device(definition: str) -> bool:
-    """Return whether a line of a pseudo file makes a device. Other lines modify what is there."""
+    """Return whether a line of a pseudo file creates a device. Other lines ("m ...") modify a file."""
     return not definition.startswith("m")
 
 
 def _raw(text: str) -> bytes:
+    """Return the bytes of a name or link target, which need not be valid UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
 @contextlib.contextmanager
 def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = False) -> Iterator[IO[bytes]]:
-    """Run mksquashfs, and yield its standard input, into which the block may write a tar.
+    """Run mksquashfs, and yield its standard input, to which the block may write a tar.
 
-    At the end of the block, the program has succeeded; if the block raises, it is killed. It also ends when
-    imgkit is killed: left alone, it would write gigabytes that nobody uses. Every line that it prints counts
-    as a failure unless it is known to be harmless, since mksquashfs only prints a line for a file that it
-    leaves out, and exits 0.
+    After the block, the function waits until the program ends. If the block raises, the program is killed.
+    The program also ends when imgkit is killed, because it would otherwise write gigabytes that nobody uses.
+
+    If mksquashfs leaves out a file, it only prints a line and exits with 0. So every line that it prints
+    counts as a failure, unless the line is known to be harmless.
 
     Parameters
     ----------
     argv : the program and its arguments.
-    only_errors : ignore its standard output, where an old version prints a table of what it wrote.
+    only_errors : ignore the program's standard output. An old version prints a table of what it wrote there.
 
     Raises
     ------
-    ToolFailed : mksquashfs failed, or printed such a line.
+    ToolFailed : mksquashfs failed, or printed a line that is not known to be harmless.
     """
     # mksquashfs refuses the option -mkfs-time if this variable is set.
     env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
@@ -532,7 +557,8 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
             stderr=messages,
             bufsize=_PIPE_BYTES,
             env=env,
-            # So that Ctrl-C reaches imgkit alone, which then kills the program and removes its file.
+            # With a session of its own, the program does not receive Ctrl-C. imgkit receives it, kills the
+            # program and removes its file.
             start_new_session=True,
         )
         assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
@@ -545,13 +571,13 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
                 yield process.stdin
                 process.stdin.close()
             except BrokenPipeError:
-                # The program has ended: its exit code and its messages say why.
+                # The program has ended early. Its exit code and messages, which are read below, say why.
                 is_pipe_broken = True
             code = process.wait()
         except BaseException:
             process.kill()
             process.wait()
-            # `close` writes what is left in its buffer, and the program is no longer there to read it.
+            # `close` writes the rest of the buffer, which fails because the program no longer reads it.
             with contextlib.suppress(OSError):
                 process.stdin.close()
             raise
@@ -570,6 +596,7 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
     problem = "printed something unexpected"
     if has_failed:
         problem = f"failed with exit code {code}"
+    # The kernel sends SIGXFSZ to a program that exceeds the limit of the user for the size of a file.
     if code == -signal.SIGXFSZ:
         problem += ": file too large, see ulimit -f"
     tail = "\n".join(last_lines(output))
@@ -580,9 +607,9 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
 
 
 def _count_names(path: Path, offset: int) -> int:
-    """Return the number of names in the squashfs at byte `offset` of `path`, the root folder not counted.
+    """Return the number of names in the squashfs at byte `offset` of `path`, without the root folder.
 
-    They are read from its table of folders, which holds one list of names per folder.
+    The names are in its table of folders, which has one list of names per folder.
 
     Raises
     ------
@@ -600,7 +627,8 @@ def _count_names(path: Path, offset: int) -> int:
 def _list_lengths(table: bytes) -> Iterator[int]:
     """Yield the number of names in each list of the table of folders.
 
-    A list is a header, then an entry and a name for each file. The format stores counts and lengths minus 1.
+    A list begins with a header. An entry and a name follow for each file. The format stores counts and
+    lengths minus 1.
 
     Raises
     ------
@@ -619,7 +647,7 @@ def _list_lengths(table: bytes) -> Iterator[int]:
 def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
     """Yield the blocks of the table of folders in the squashfs at byte `offset` of the file.
 
-    The table ends where the next one begins.
+    The table ends where the next table begins, since the format does not store its size.
 
     Raises
     ------
@@ -630,17 +658,17 @@ def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
     position = superblock.directory_table
     while position < end:
         block = _read_metadata_block(stream, offset + position)
-        if not block:
+        if not block:  # the loop would never end
             raise ValueError("an empty block")
         yield block
         position += _BLOCK_HEADER.size + len(block)
 
 
 def _table_after_folders(superblock: Superblock) -> int:
-    """Return the offset of the index of the table behind the table of folders.
+    """Return the offset of the index that belongs to the table after the table of folders.
 
-    The first number in that index is where its table begins, and so where the table of folders ends. A
-    squashfs may lack the tables of fragments and exports.
+    The first number in the index is the start of its table, which is the end of the table of folders. The
+    tables follow in the order fragments, exports, owners. A squashfs may lack the first two.
     """
     if superblock.fragments:
         return superblock.fragment_table
@@ -650,7 +678,7 @@ def _table_after_folders(superblock: Superblock) -> int:
 
 
 def _unpack(stream: BinaryIO, form: struct.Struct, position: int) -> tuple[Any, ...]:
-    """Read the values of `form` at byte `position`."""
+    """Read the values of the struct `form` at byte `position` of `stream`."""
     stream.seek(position)
     return form.unpack(stream.read(form.size))
 
@@ -663,7 +691,7 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
     ValueError : the block is compressed or cut short.
     """
     (header,) = _unpack(stream, _BLOCK_HEADER, position)
-    size = header & (_PLAIN - 1)
+    size = header & (_PLAIN - 1)  # the size without the bit for uncompressed blocks
     data = stream.read(size)
     if not header & _PLAIN or len(data) < size:
         raise ValueError("a compressed block, or cut short")
@@ -672,19 +700,20 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Inode:
-    """An inode in an open squashfs.
+    """An inode in an open squashfs: the description of one file or folder.
 
-    It may begin in one metadata block of 8 KiB and end in the next, behind that block's header.
+    An inode may begin in one metadata block of 8 KiB and end in the next block. Then the header of the next
+    block is between its two parts.
     """
 
     stream: BinaryIO
     first_block: int
-    """Byte of the file at which the block begins in which the inode begins."""
+    """Position in the file of the block that contains the first byte of the inode."""
     start: int
-    """Byte of that block's content at which the inode begins."""
+    """Offset of the inode in the content of this block."""
 
     def is_folder(self) -> bool:
-        """Return whether it is an uncompressed inode of a folder."""
+        """Return whether the inode is uncompressed and describes a folder."""
         (block_header,) = _unpack(self.stream, _BLOCK_HEADER, self.first_block)
         if not block_header & _PLAIN:
             return False
@@ -693,38 +722,40 @@ class _Inode:
 
     def write(self, field_offset: int, data: bytes) -> None:
         """Replace the bytes of the inode from `field_offset` on by `data`."""
-        # Byte by byte, because the header of the next block may lie between two bytes of a field.
-        for number, byte in enumerate(data, field_offset):
-            self.stream.seek(self._position(number))
+        # The bytes are written one by one, because a block header may be between two bytes of a field.
+        for byte_offset, byte in enumerate(data, field_offset):
+            self.stream.seek(self._position(byte_offset))
             self.stream.write(bytes([byte]))
 
     def _position(self, number: int) -> int:
         """Return the position in the file of byte `number` of the inode."""
-        block_number, block_offset = divmod(self.start + number, _METADATA_BYTES)
-        block = self.first_block + block_number * (_BLOCK_HEADER.size + _METADATA_BYTES)
+        block_index, block_offset = divmod(self.start + number, _METADATA_BYTES)
+        # In the file, each block of 8 KiB follows its header of two bytes.
+        block = self.first_block + block_index * (_BLOCK_HEADER.size + _METADATA_BYTES)
         return block + _BLOCK_HEADER.size + block_offset
 
 
 def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
-    """Give the root folder of a squashfs to root, and set its time and that of the squashfs to `mtime_s`.
+    """Make root the owner of a squashfs' root folder, and set the times of the folder and the squashfs.
 
-    The squashfs begins at byte `offset` of the file `path`, which is changed in place. The folder is left
-    alone if its inode is compressed.
+    Both times are set to `mtime_s`. The squashfs begins at byte `offset` of the file `path`, which is changed
+    in place. If the inode of the folder is compressed, the folder is not changed.
 
     Notes
     -----
     ``mksquashfs -tar`` of 4.5.1 gives the root folder the current time and the calling user, and ignores
-    ``-root-time`` and ``-root-uid``: two users would get two different files. The variable SOURCE_DATE_EPOCH
-    is no way out, as it would also lower the time of every newer file. The option ``-noI`` keeps inodes and
-    owners uncompressed, so that they can be changed here.
+    ``-root-time`` and ``-root-uid``. So two users would get two different files. The variable
+    SOURCE_DATE_EPOCH does not help, because it would also lower the time of every newer file. The option
+    ``-noI`` keeps inodes and owners uncompressed, so that this function can change them.
     """
     raw_time = struct.pack("<I", mtime_s)
     with files.open_own(path, os.O_RDWR, "r+b") as stream:
         superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
-        # mksquashfs 4.3 has no -mkfs-time.
+        # mksquashfs 4.3 has no option -mkfs-time, so the time of the squashfs is set here.
         stream.seek(offset + _MKFS_TIME_OFFSET)
         stream.write(raw_time)
-        # The high bits say in which block the inode begins, the low 16 bits where in it.
+        # The high bits are the offset of the block in the inode table. The low 16 bits are the offset of the
+        # inode in the block.
         block_offset, start = divmod(superblock.root_inode, 1 << 16)
         first_block = offset + superblock.inode_table + block_offset
         root = _Inode(stream=stream, first_block=first_block, start=start)
@@ -738,7 +769,7 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
 
 
 def _index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:
-    """Return the position of uid 0 in the table of owners. An inode states this position, not the uid.
+    """Return the position of uid 0 in the table of owners, since an inode stores positions and not uids.
 
     Return None if no file belongs to root, or if the table is compressed.
     """
@@ -747,5 +778,5 @@ def _index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int
         data = _read_metadata_block(stream, offset + block)
         owners = [owner for (owner,) in struct.iter_unpack("<I", data)]
         return owners.index(0)
-    except (ValueError, struct.error):  # ValueError also where no owner is 0
+    except (ValueError, struct.error):  # `index` also raises ValueError if no owner is 0
         return None

@@ -1,10 +1,18 @@
-"""Run one command in a session of its own: the source of ``python -c``, standard library only.
+"""Run one command in a session of its own, with only the standard library.
 
-``python -I -S -c SOURCE PIDFILE ENCODING FOLDER [NAME=VALUE...] -- ARGV...``. It runs between spython and the
-runtime, and adds what ``spython.utils.stream_command`` lacks: a process group that can be ended as a whole
-(the runtime starts mksquashfs), output that always decodes (spython decodes strictly, and one stray byte
-raises), a working folder, further variables, and an end when the parent was killed with -9. It runs several
-times per conversion, so it avoids subprocess and signal, which take longer to import than all the rest.
+imgkit passes the source of this module to ``python -c``, and starts it between spython and the runtime::
+
+    python -I -S -c SOURCE PIDFILE ENCODING FOLDER [NAME=VALUE...] -- ARGV...
+
+It adds what ``spython.utils.stream_command`` lacks:
+
+* a process group that can be ended as a whole, because the runtime starts mksquashfs
+* output that can always be decoded, because spython decodes strictly and one invalid byte raises an error
+* a working folder and additional environment variables
+* the end of the command when the parent process was killed with ``kill -9``
+
+The module runs several times per conversion. So it does not import subprocess and signal, which take longer
+to import than all the rest.
 """
 
 import codecs
@@ -14,16 +22,17 @@ import sys
 
 SIGKILL, SIGPIPE, SIGXFSZ = 9, 13, 25
 CHUNK_BYTES = 1 << 16
-POLL_S = 1.0  # how soon the death of the parent is seen
+POLL_S = 1.0  # how often the supervisor checks that its parent is alive
 
 
 def main() -> int:
-    """Run and return the exit code, 128 + N for signal N."""
+    """Run the command of `sys.argv`, and return its exit code, or 128 + N if signal N ended it."""
     pid_file, encoding, folder, *arguments = sys.argv[1:]
     separator = arguments.index("--")
     variables = arguments[:separator]
     argv = arguments[separator + 1 :]
     parent = os.getppid()
+    # From here on, this process leads a new process group, which imgkit ends by the pid in `pid_file`.
     os.setsid()
     with open(pid_file, "w") as stream:  # noqa: PTH123 - pathlib costs 10 ms of start-up
         stream.write(str(os.getpid()))
@@ -40,6 +49,7 @@ def main() -> int:
     # Python ignores these two signals, and a child would inherit that.
     ignored_signals = (SIGPIPE, SIGXFSZ)
     child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=file_actions, setsigdef=ignored_signals)
+    # Otherwise `copy_output` would never see the end of the output.
     os.close(write_end)
     copy_output(read_end, encoding, parent)
     _, status = os.waitpid(child, 0)
@@ -50,10 +60,12 @@ def main() -> int:
 
 
 def copy_output(pipe: int, encoding: str, parent: int) -> None:
-    """Copy what comes through `pipe` to standard output, until the other end is closed.
+    """Copy everything from `pipe` to standard output until the other end of the pipe is closed.
 
-    If the process `parent` has gone or reads nothing more, the whole group of processes is killed.
+    If the process `parent` has ended or no longer reads the output, kill the whole process group, including
+    this process.
     """
+    # An incremental decoder, because a chunk can end in the middle of a character.
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     while True:
         ready, _, _ = select.select([pipe], [], [], POLL_S)
@@ -67,6 +79,7 @@ def copy_output(pipe: int, encoding: str, parent: int) -> None:
                 os.killpg(0, SIGKILL)
             if not chunk:
                 return
+        # When the parent dies, the kernel gives this process another parent.
         if os.getppid() != parent:
             os.killpg(0, SIGKILL)
 

@@ -1,4 +1,4 @@
-"""Read files of a .sif or .sqsh with unsquashfs."""
+"""Read files from a .sif or .sqsh with the program unsquashfs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from imgkit_entrypoints.errors import CheckFailed, ToolMissing
 MOST_BYTES = 64 << 20
 """Size of the largest file that is read as a whole."""
 _WILDCARD = re.compile(r"[*?\[\]\\]")
-# "-rwxr-xr-x 0/0   123 2024-03-01 12:00 /usr/bin/a"; of a device, "10, 200" in place of the size
+# A line such as "-rwxr-xr-x 0/0   123 2024-03-01 12:00 /usr/bin/a". A device has "10, 200" in place of the
+# size.
 _LISTED_FILE = re.compile(
     r"(?P<mode>[-dlcbps]\S{9}) (?P<uid>\d+)/(?P<gid>\d+) +(?P<size>\d+(?:, *\d+)?) \S+ \S+ /(?P<path>.*)"
 )
@@ -28,21 +29,21 @@ _LISTED_FILE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListedFile:
-    """A line of ``unsquashfs -lln``. A name with a line break has none."""
+    """A file in the output of ``unsquashfs -lln``. A file whose name has a line break is not listed."""
 
     path: str
-    """Relative; of a symlink also `` -> `` and its target."""
+    """Relative path. For a symlink, `` -> `` and the target follow."""
     mode: str
-    """As of ``ls -l``: ``-rwxr-xr-x``."""
+    """Type and permissions as ``ls -l`` prints them: ``-rwxr-xr-x``."""
     uid: int
     gid: int
     size: str
-    """Bytes of a file; ``MAJOR,MINOR`` of a device."""
+    """Size of a file in bytes, or ``MAJOR,MINOR`` of a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Squashfs:
-    """A squashfs in a file."""
+    """A squashfs at byte `offset` of a file."""
 
     path: Path
     offset: int = 0
@@ -60,7 +61,7 @@ class Squashfs:
         output = process.filter_through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ())
         for line in process.split_lines(output):
             match = _LISTED_FILE.fullmatch(os.fsdecode(line))
-            if match is None:  # the header, and what unsquashfs says about devices
+            if match is None:  # the header, or a message of unsquashfs about devices
                 continue
             yield ListedFile(
                 path=match["path"],
@@ -71,20 +72,21 @@ class Squashfs:
             )
 
     def read(self, names: Iterable[str]) -> dict[str, bytes]:
-        """Return the content of the regular files `names`, by name.
+        """Return the content of the regular files `names`, as a dict from name to content.
 
-        Files that are absent, or larger than `MOST_BYTES`, are left out.
+        Files that are missing, or larger than `MOST_BYTES`, are left out.
 
         Raises
         ------
         CheckFailed : the squashfs is damaged.
         ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
         """
-        # The file with patterns has one pattern per line, so it cannot hold such names.
+        # unsquashfs reads a file with one pattern per line, so a name with a line break cannot be selected.
         names = [name for name in names if "\n" not in name]
         patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
         contents = {}
         with tempfile.TemporaryDirectory(prefix="imgkit-") as scratch:
+            # `_read_unpacked` compares real paths, and the folder for temporary files may be a link.
             folder = Path(os.path.realpath(scratch))
             pattern_file = folder / "names"
             with files.create_file(pattern_file) as stream:
@@ -98,9 +100,9 @@ class Squashfs:
         return contents
 
     def unpack(self, folder: Path, *options: str) -> None:
-        """Unpack files to `folder`: those that `options` of unsquashfs select, or else all.
+        """Unpack files to `folder`. The `options` of unsquashfs may select files; the default is all files.
 
-        The unpacked files belong to this user. Devices are left out, since only root can make them.
+        The unpacked files belong to this user. Devices are left out, because only root can create them.
 
         Raises
         ------
@@ -110,7 +112,7 @@ class Squashfs:
         result = process.run(argv, check=False)
         if "unsupported by this version" in result.output:
             raise ToolMissing(result.tail(), where=str(self.path), hint="a newer squashfs-tools")
-        # It exits with 2 if it could not make a device.
+        # unsquashfs exits with 2 if it could not create a device, which is not an error here.
         if result.returncode not in (0, 2):
             raise CheckFailed(
                 f"unsquashfs cannot read it: {result.tail()}", where=str(self.path), hint="copy it again"
@@ -124,13 +126,13 @@ class Squashfs:
 
 
 def _read_unpacked(root: Path, name: str) -> bytes | None:
-    """Return the content of the regular file `name` below `root`, or None if it is absent or too large."""
+    """Return the content of the regular file `name` below `root`, or None if it is missing or too large."""
     path = root / name
-    # A link in the image could lead to any file of this machine, such as a private key: nothing is read
-    # through one.
+    # A link in the image could lead to any file of this machine, such as a private key. So a path with a link
+    # in it is not read.
     if os.path.realpath(path) != f"{root}/{name}" or not path.is_file():
         return None
-    path.chmod(0o600)  # an image has files that nobody but root may read
+    path.chmod(0o600)  # an image has files that only root may read
     with files.open_regular(path) as stream:
         data = stream.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
@@ -139,14 +141,15 @@ def _read_unpacked(root: Path, name: str) -> bytes | None:
 
 
 def _program() -> str:
-    """Return the path of an unsquashfs 4.4 or later.
+    """Return the path of unsquashfs 4.4 or later.
 
-    Only such a version can read a squashfs that begins in the middle of a file, as in a .sif.
+    Earlier versions cannot read a squashfs that begins in the middle of a file, as in a .sif.
 
     Raises
     ------
-    ToolMissing : there is none on this machine.
+    ToolMissing : this machine has no such unsquashfs.
     """
+    # The package of mksquashfs also contains unsquashfs, so it may be in the same folder.
     candidates = ["unsquashfs"]
     candidates += [str(program.with_name("unsquashfs")) for program in mksquashfs.find_programs()]
     for candidate in candidates:
@@ -157,13 +160,14 @@ def _program() -> str:
 
 
 def open_squashfs(path: Path) -> tuple[Squashfs, ...]:
-    """Return the squashfs images that a runtime mounts over each other from a .sif or .sqsh, uppermost first.
+    """Return the squashfs images in a .sif or .sqsh, in the order in which a runtime stacks them, top first.
 
-    A .sqsh is one. A .sif has a root partition, and may have overlays, whose files hide those below.
+    A .sqsh is a single squashfs. A .sif has a root partition and may have overlays. The files of an overlay
+    hide those of the same names below it.
 
     Raises
     ------
-    CheckFailed : the file is neither, or has no root partition.
+    CheckFailed : the file is neither a .sif nor a .sqsh, or it has no root partition.
     """
     if sqsh.is_sqsh(path):
         return (Squashfs(path=path),)
@@ -173,25 +177,25 @@ def open_squashfs(path: Path) -> tuple[Squashfs, ...]:
 
 
 def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """Return the content of the files `names` in the .sif or .sqsh `path`. Absent files are left out.
+    """Return the content of the files `names` in the .sif or .sqsh `path`. Missing files are left out.
 
     Raises
     ------
     CheckFailed, ToolMissing : as in `Squashfs.read`.
     """
-    names = tuple(names)
+    names = tuple(names)  # an iterator could be used only for the first squashfs
     contents: dict[str, bytes] = {}
-    # The lowest first, so that a file of an overlay replaces the file below it.
+    # From the bottom to the top, so that a file of an overlay replaces the file below it.
     for squashfs in reversed(open_squashfs(path)):
         contents |= squashfs.read(names)
     return contents
 
 
 def baked_facts(path: Path) -> BakedFacts:
-    """Return what imgkit and pip noted in the image of a .sif or .sqsh.
+    """Return the facts that imgkit and pip recorded in the image of a .sif or .sqsh.
 
-    The record at the end of the file has these facts if imgkit wrote the file. Otherwise the two files that
-    imgkit puts into images are read with unsquashfs, and the Python packages stay unknown.
+    If imgkit wrote the file, the record at its end contains these facts. Otherwise the function reads the two
+    files that imgkit adds to images with unsquashfs. Then the Python packages remain unknown.
 
     Raises
     ------
@@ -204,4 +208,5 @@ def baked_facts(path: Path) -> BakedFacts:
     collector = BakedFactsCollector()
     for name, data in read(path, BAKED_FILES).items():
         collector.add(name, data)
+    # The collector has seen no package, but the image may have some: None says "unknown", not "none".
     return dataclasses.replace(collector.facts(""), distributions=None)

@@ -1,7 +1,8 @@
-"""The workplace of a conversion: a temporary folder, and a name beside the target, both removed at the end.
+"""Create and remove the temporary files of a conversion: a folder, and a part file beside the target.
 
-``kill -9`` leaves three names: the lock and the part file beside the target, and the temporary folder. The
-next run for the same target takes the lock, which proves that nobody uses them, and removes them.
+``kill -9`` leaves three things behind: the lock file and the part file beside the target, and the temporary
+folder. The next run for the same target takes the lock. That proves that no other process uses the files, so
+the run removes them.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 _TMP_VARIABLES = ("IMGKIT_TMPDIR", "APPTAINER_TMPDIR", "SINGULARITY_TMPDIR", "TMPDIR")
 NO_SPACE = re.compile(r"no space left on device|disk quota exceeded|file too large", re.IGNORECASE)
-"""How programs report that a disk is full or that a limit of the user is reached."""
+"""Messages with which programs report that a disk is full or that a limit of the user is reached."""
 PACKED_SHARE = 0.5
-"""Size of a squashfs per image byte, with a margin: measured 0.26 to 0.4."""
+"""Estimated size of a squashfs per byte of the image. Measured were 0.26 to 0.4; the rest is a margin."""
 _TOKEN = re.compile(r"[0-9a-f]{8}")
-"""What follows `_folder_prefix` in the name of a temporary folder."""
+"""The part after `_folder_prefix` in the name of a temporary folder."""
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 """Errors of ``flock`` on a file system without locks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workspace:
-    """The temporary files of a conversion, which the block of `workspace` may use."""
+    """The temporary files that a conversion may use inside the block of `workspace`."""
 
     folder: Path
     """Temporary folder, also for the runtime's own temporary files."""
     part: Path
-    """File beside the target, which is renamed to it at the end."""
+    """File beside the target. It is renamed to the target at the end."""
 
 
 class _DiskNeed(NamedTuple):
-    """What a conversion needs of the disk of a folder."""
+    """How much space a conversion needs on the disk of a folder."""
 
     folder: Path
     needed_bytes: int
@@ -60,16 +61,16 @@ class _DiskNeed(NamedTuple):
 
     @property
     def free_bytes(self) -> int:
-        """The free space on the disk."""
+        """The free space on the disk of the folder."""
         return disk_usage(self.folder).free
 
 
 def tmp_base(target: Path, chosen: Path | None) -> Path:
     """Return the folder for temporary files.
 
-    It is the folder `chosen` by the user, or the one that a variable such as ``TMPDIR`` names, or the folder
-    of `target`. /tmp is no default, since on many clusters it is memory, and a conversion needs several times
-    the image's size.
+    It is the folder `chosen` by the user, or else the folder in a variable such as ``TMPDIR``, or else the
+    folder of `target`. /tmp is not the default: on many clusters it is in memory, and a conversion needs
+    several times the size of the image.
 
     Raises
     ------
@@ -88,7 +89,7 @@ def tmp_base(target: Path, chosen: Path | None) -> Path:
 
 
 def _tmp_from_environment() -> Path | None:
-    """Return the folder that the first of `_TMP_VARIABLES` with a value names, or None."""
+    """Return the folder in the first of `_TMP_VARIABLES` that is set, or None if none is set."""
     for variable in _TMP_VARIABLES:
         value = os.environ.get(variable)
         if value:
@@ -97,18 +98,20 @@ def _tmp_from_environment() -> Path | None:
 
 
 def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path) -> None:
-    """Raise CheckFailed if there is too little disk space for a conversion, before it runs for minutes.
+    """Raise CheckFailed if there is too little disk space for a conversion.
+
+    The check saves the user from a conversion that fails after minutes.
 
     Parameters
     ----------
-    image_bytes : size of the uncompressed image. The new file is guessed to take half of it.
+    image_bytes : size of the uncompressed image. The new file is estimated at half of it.
     temporary_bytes : size of the temporary files.
     target : the file to be written.
     base : the folder for temporary files, which may be on the same disk.
     """
     packed_bytes = int(image_bytes * PACKED_SHARE)
     if _is_on_one_disk(base, target):
-        # Both options: with one alone, the next attempt would fail here again.
+        # The hint names both options. With only one of them, the next attempt would fail again.
         needs = [_DiskNeed(base, temporary_bytes + packed_bytes, "--tmpdir DIR and -o FILE.sif")]
     else:
         needs = [
@@ -118,20 +121,21 @@ def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path
     unmet_needs = [need for need in needs if need.free_bytes < need.needed_bytes]
     if not unmet_needs:
         return
-    first, *others = unmet_needs
+    # There are one or two unmet needs. The message begins with the first, and adds the other.
+    first_need, *other_needs = unmet_needs
     message = (
-        f"{size_text(first.free_bytes)} are free, "
-        f"an image of {size_text(image_bytes)} needs {size_text(first.needed_bytes)}"
+        f"{size_text(first_need.free_bytes)} are free, "
+        f"an image of {size_text(image_bytes)} needs {size_text(first_need.needed_bytes)}"
     )
-    for need in others:
+    for need in other_needs:
         needed, free = size_text(need.needed_bytes), size_text(need.free_bytes)
         message += f"; {needed} in {need.folder}, where {free} are free"
     options = " and ".join(need.option for need in unmet_needs)
-    raise CheckFailed(message, where=str(first.folder), hint=f"{options} on a larger disk")
+    raise CheckFailed(message, where=str(first_need.folder), hint=f"{options} on a larger disk")
 
 
 def spare_bytes(image_bytes: int, disk_share: float, target: Path, base: Path) -> int:
-    """Return how many bytes stay free on the disk of `base` when a conversion has written all its files.
+    """Return how many bytes remain free on the disk of `base` after a conversion has written all its files.
 
     The result is negative if the disk is too small.
 
@@ -139,7 +143,7 @@ def spare_bytes(image_bytes: int, disk_share: float, target: Path, base: Path) -
     ----------
     image_bytes : size of the uncompressed image.
     disk_share : size of the temporary files per byte of the image.
-    target : the file to be written. It counts only if it is on the same disk.
+    target : the file to be written. Its size counts only if it is on the disk of `base`.
     base : the folder for temporary files.
     """
     if _is_on_one_disk(base, target):
@@ -155,13 +159,13 @@ def _is_on_one_disk(base: Path, target: Path) -> bool:
 def workspace(target: Path, base: Path) -> Iterator[Workspace]:
     """Yield temporary files for writing `target`, and remove them at the end of the block.
 
-    The target is locked meanwhile, so that no other run writes it. What a killed run for the same target has
-    left is removed first.
+    During the block, the target is locked, so that no other run can write it. Before the block, files that a
+    killed run for the same target has left are removed.
 
     Raises
     ------
     UsageError : another process is writing `target`, or its folder is not writable.
-    ToolFailed : (at the end of the block) the disk of the target or of `base` was full.
+    ToolFailed : the block failed because the disk of the target or of `base` was full.
     """
     part = files.temporary_name(target)
     folder = base / f"{_folder_prefix(target)}{secrets.token_hex(4)}"
@@ -170,6 +174,7 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
             folder.mkdir(mode=0o700)
             yield Workspace(folder=folder, part=part)
         finally:
+            # The folder must be removed even if the part file cannot be.
             try:
                 part.unlink(missing_ok=True)
             finally:
@@ -180,7 +185,7 @@ def workspace(target: Path, base: Path) -> Iterator[Workspace]:
 def scratch(beside: Path) -> Iterator[Path]:
     """Yield a new temporary folder, and remove it at the end of the block.
 
-    It lies in the folder that a variable such as ``TMPDIR`` names, or else next to the file `beside`.
+    It is created in the folder that a variable such as ``TMPDIR`` names, or else next to the file `beside`.
     """
     folder = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=tmp_base(beside, None)))
     try:
@@ -192,16 +197,17 @@ def scratch(beside: Path) -> Iterator[Path]:
 def remove_leftovers(target: Path) -> None:
     """Remove the temporary files that a killed run for `target` has left.
 
-    The files of a run that still writes `target` are left alone.
+    The files of a run that is still writing `target` are kept.
     """
     if _lock_path(target).exists():
-        # `_locked` removes the files when it has the lock. A UsageError says that another run holds it.
+        # `_locked` removes the files once it has the lock. A UsageError means that another run holds it.
         with contextlib.suppress(UsageError), _locked(target, None):
             pass
 
 
 def _folder_prefix(target: Path) -> str:
-    """Return how the names of the temporary folders for `target` begin: ``.imgkit-sif.1f2e3d4c5b6a.``."""
+    """Return the prefix in the names of temporary folders for `target`: ``.imgkit-sif.1f2e3d4c5b6a.``."""
+    # A digest, since a path can contain slashes and be longer than the name of a folder may be.
     digest = hashlib.sha256(os.fsencode(target.absolute())).hexdigest()
     return f"{files.TEMPORARY}sif.{digest[:12]}."
 
@@ -212,9 +218,10 @@ def _lock_path(target: Path) -> Path:
 
 @contextlib.contextmanager
 def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
-    """Turn an error of the block that a full disk has caused into one that names the disk and an option.
+    """Replace an error that a full disk causes in the block by one that names the disk and an option.
 
-    The error may be this process's own, or that of mksquashfs or a runtime, which say so in their last lines.
+    The error may come from this process, or from mksquashfs or a runtime. Those two report a full disk in
+    their last lines.
     """
     try:
         yield
@@ -231,7 +238,8 @@ def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
 def _disk_full_error(target: Path, base: Path, message: str, details: str) -> ToolFailed:
     """Return the error that names the full disk, with the option that chooses another disk.
 
-    `message` is the error of the system or program, and `details`, such as its last lines, end the hint.
+    `message` is the error of the system or program. `details`, such as the last lines of the program, are
+    added to the hint.
     """
     folder = files.fullest_folder(target.parent, base)
     if _is_on_one_disk(base, target):
@@ -248,10 +256,11 @@ def _disk_full_error(target: Path, base: Path, message: str, details: str) -> To
 
 @contextlib.contextmanager
 def _locked(target: Path, folder: Path | None) -> Iterator[None]:
-    """Hold the lock of `target` during the block, and first remove what a killed run for it has left.
+    """Hold the lock of `target` during the block.
 
-    The lock is a file beside the target. It states this process and its temporary `folder`, so that the next
-    run finds the folder if this one is killed. `folder` is None if the block makes none.
+    Before the block, files that a killed run for `target` has left are removed. The lock is a file beside the
+    target. It contains the id of this process and the path of its temporary `folder`. If this run is killed,
+    the next run finds the folder there. `folder` is None if the block does not create one.
 
     Raises
     ------
@@ -269,7 +278,7 @@ def _locked(target: Path, folder: Path | None) -> Iterator[None]:
             os.pwrite(descriptor, json.dumps(holder).encode(), 0)
             yield
         finally:
-            # If the folder could not be removed, the lock file stays, and tells the next run its name.
+            # If the folder could not be removed, keep the lock file: the next run reads its name there.
             if folder is None or not folder.exists():
                 path.unlink(missing_ok=True)
     finally:
@@ -284,8 +293,9 @@ def _open_lock(path: Path, target: Path) -> int:
     UsageError : this user cannot write to the folder.
     """
     try:
-        # `open_own` refuses a hard link to another file, whose content would be replaced.
+        # `open_own` refuses a hard link, since writing the lock would replace the content of another file.
         with files.open_own(path, os.O_RDWR | os.O_CREAT) as stream:
+            # The copy of the descriptor stays open after the `with` block.
             return os.dup(stream.fileno())
     except OSError as error:
         raise UsageError(
@@ -296,10 +306,10 @@ def _open_lock(path: Path, target: Path) -> int:
 
 
 def _acquire_lock(descriptor: int, path: Path, target: Path) -> bool:
-    """Take the lock of `target`, whose file `path` is open as `descriptor`.
+    """Take the lock of `target`. The lock file `path` is already open as `descriptor`.
 
-    Return False if the file system has no locks. Then nobody can tell whether the files of another run are
-    left from a killed one, so they must stay.
+    Return False if the file system does not support locks. Then nobody knows whether the files of another run
+    are still in use, so the caller must not remove them.
 
     Raises
     ------
@@ -317,7 +327,8 @@ def _acquire_lock(descriptor: int, path: Path, target: Path) -> bool:
             hint="wait for it, or choose another name with -o",
         ) from error
     if not _is_open_file(descriptor, path):
-        # The run that held the lock has just ended and removed the file that we opened.
+        # Another run has just ended and removed the file that this process opened. A lock on the removed file
+        # would not keep other runs away.
         raise UsageError(
             "another imgkit process created this file in the meantime", where=str(target), hint="run it again"
         )
@@ -335,7 +346,7 @@ def _is_open_file(descriptor: int, path: Path) -> bool:
 def _read_holder(descriptor: int) -> dict[str, Any]:
     """Return the content of a lock file: ``{"pid": 17, "host": "login1", "folder": "/tmp/.imgkit-sif..."}``.
 
-    The result is empty if the file cannot be parsed.
+    Return an empty dict if the file cannot be parsed.
     """
     try:
         values = json_text.parse(os.pread(descriptor, 1 << 16, 0))
@@ -349,8 +360,8 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
 def _remove_stale_files(target: Path, holder: dict[str, Any]) -> None:
     """Remove the temporary files of a killed run for `target`.
 
-    `holder` is the content of its lock file. Anybody may have written that, so the folder it names is removed
-    only if it belongs to this user and has a name that imgkit gives to such folders.
+    `holder` is the content of the run's lock file. Another user may have written the lock file. So the folder
+    in it is removed only if it belongs to this user and has a name that imgkit gives to its folders.
     """
     for path in files.temporary_files(target):
         if _is_ours(path, stat.S_ISREG):
@@ -363,9 +374,10 @@ def _remove_stale_files(target: Path, holder: dict[str, Any]) -> None:
 
 
 def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether `path` belongs to this user and `is_kind`, such as ``stat.S_ISDIR``, accepts its mode.
+    """Return whether `path` belongs to this user and has the type that `is_kind` tests.
 
-    Links are not followed. Return False if `path` does not exist.
+    `is_kind` is a function such as ``stat.S_ISDIR``. Links are not followed. If `path` does not exist, the
+    result is False.
     """
     try:
         status = path.lstat()
@@ -375,10 +387,10 @@ def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove `folder` and all that is in it. Images have folders that deny access even to their owner."""
+    """Remove `folder` and everything in it, even folders that deny access to their owner, as images have."""
 
     def open_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
-        """Remove `path`, which `shutil.rmtree` could not, after allowing access to it and its folder."""
+        """Allow access to `path` and its folder, and try again to remove `path`."""
         with contextlib.suppress(OSError):
             Path(path).parent.chmod(0o700)
             if Path(path).is_dir() and not Path(path).is_symlink():
@@ -388,4 +400,5 @@ def remove_tree(folder: Path) -> None:
                 function(path)
 
     if folder.exists():
+        # `onerror` is deprecated from Python 3.12 on, but its successor `onexc` does not exist before.
         shutil.rmtree(folder, onerror=open_and_retry)

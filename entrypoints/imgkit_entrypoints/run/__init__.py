@@ -1,8 +1,8 @@
-"""The run as a library: stop, save, resume and the watchdog for a custom training loop.
+"""The run library for a custom training loop: stop, save, resume, and the watchdog for ranks that hang.
 
     from imgkit_entrypoints.run import Run
 
-torch is imported at the first use of `Run`, so that this package costs nothing where nobody trains.
+torch is imported at the first use of `Run`. So importing this package is fast in programs that do not train.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Agreement of all ranks without a wait in any step: they add up a few numbers, and read the sum later.
+"""Let all ranks agree on a stop and add up logged numbers, without waiting for each other in a step.
 
-Every few steps the ranks send their numbers, and read the sums at the next such exchange. So all ranks learn
-of a request to stop at the same step, and no step waits for another rank. `NumberLog` has the numbers that a
-loop logs: added up on their device, averaged over steps and ranks.
+Every few steps, the ranks start an all-reduce of a few numbers. They read the sums only at the next exchange.
+So all ranks learn about a request to stop at the same step, and no step waits for another rank. `NumberLog`
+collects the numbers that a loop logs. It adds them up on their device, and averages them over steps and
+ranks.
 """
 
 from __future__ import annotations
@@ -24,79 +25,81 @@ from imgkit_entrypoints.run.metrics import MetricsFile, utc_timestamp
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value, refuse_different_calls
 from imgkit_entrypoints.run.stop_requests import REASONS
 
-# Approximate time between two exchanges if steps are slow. With fast steps, the log's interval limits it.
+# Approximate time between two exchanges. If steps are fast, the maximum interval limits it.
 LATENCY_S = 0.5
-# Calls at which ranks differ if they have taken different numbers of steps.
+# Names of two calls. If the ranks have taken different numbers of steps, some may be in one and some in the
+# other.
 STEP_END, PASS_END = "the end of a step", "the end of a pass"
-# Hashes are compared between ranks. They are below these numbers, so that the sum of their squares over a
-# million ranks is exact as a float.
+# Hashes are smaller than these limits. So the sum of their squares over a million ranks is exact as a float.
 _STEP_HASH_LIMIT = 1 << 12
 _NAME_HASH_LIMIT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """An exchange of numbers between the ranks, with the sums that arrived."""
+    """The result of one exchange of numbers between the ranks."""
 
     step: int
     steps: int
-    """Steps since the exchange before."""
+    """Number of steps since the previous exchange."""
     seconds: float
-    """Their duration on this rank's clock."""
+    """Duration of these steps on this rank's clock."""
     sums: tuple[float, ...]
-    """The numbers of all ranks, added up."""
+    """The sum of each number over all ranks."""
 
 
 class AddedNumbers(Protocol):
-    """What the ranks add up at each exchange, beside their answers."""
+    """The numbers that the ranks add up at each exchange, in addition to their answers about a stop."""
 
     def take(self) -> Tensor:
-        """Return this rank's numbers since the last call: float64, equally many on all ranks."""
+        """Return this rank's numbers since the last call as float64, the same count on all ranks."""
 
     def arrived(self, exchange: Agreed, /) -> None:
-        """Use the sums of all ranks. Every rank gets the same sums, so that all raise the same error."""
+        """Use the sums over all ranks. All ranks get the same sums, so an error is raised on all ranks."""
 
 
 class _SentNumbers(NamedTuple):
-    """Numbers that are under way to all ranks. The first fields are those of `Agreed`."""
+    """An exchange whose sums have not been read yet. The first fields are those of `Agreed`."""
 
     step: int
     steps: int
     seconds: float
     call: str
-    """The call of the program in which they were sent."""
+    """The call of the program, such as ``run.save``, in which the exchange began."""
     work: Any
-    """torch's handle of the all-reduce. None means that this is the only rank."""
+    """torch's handle of the all-reduce, or None if there is only one rank."""
     values: Tensor
-    """This rank's numbers, and once the work is done, the sums of all ranks."""
+    """This rank's numbers. When `work` is done, they have been replaced by the sums over all ranks."""
 
 
 def _hash_text(text: str, limit: int) -> int:
-    """Return a hash of a text below `limit`, by which the ranks compare the text in a sum of numbers."""
+    """Return a hash of `text` that is smaller than `limit`, so that ranks can compare texts as numbers."""
+    # Not hash(): Python gives a text another hash in each process.
     return zlib.crc32(text.encode()) % limit
 
 
 def _are_hashes_equal(rank_count: float, hash_sum: float, square_sum: float) -> bool:
-    """Return whether all ranks have sent the same hash, a small number for what must not differ between them.
+    """Return whether all ranks have sent the same hash.
 
-    The hashes h of all ranks are equal exactly if ``rank_count * sum(h * h) == sum(h) ** 2``
-    (Cauchy-Schwarz). So two sums are enough to compare all ranks.
+    An all-reduce only gives sums. But two sums are enough to compare all ranks: their hashes h are equal
+    exactly if ``rank_count * sum(h * h) == sum(h) ** 2`` (Cauchy-Schwarz).
 
     Parameters
     ----------
-    hash_sum, square_sum : the sums, over all ranks, of their hashes and of the squares of these.
+    hash_sum, square_sum : the sums over all ranks of the hashes, and of the squares of the hashes.
     """
-    # The sums are exact as floats, but their products would not be.
+    # The sums are exact as floats, but their products may not be. So they are multiplied as integers.
     return int(rank_count) * int(square_sum) == int(hash_sum) ** 2
 
 
 class Agreement:
-    """Sends this rank's numbers and answers every few steps, and receives the sums of all ranks.
+    """Exchanges numbers between the ranks every few steps: this rank's numbers, and whether it must stop.
 
     Parameters
     ----------
-    ranks : the ranks, and the device of the numbers.
-    find_reasons : returns for which of `stop_requests.REASONS` this rank has to stop.
+    ranks : the ranks, and the device for the all-reduce.
+    find_reasons : a function that returns those of `stop_requests.REASONS` for which this rank must stop.
+    numbers : the numbers of the program that are added up.
     """
 
     def __init__(
@@ -106,21 +109,21 @@ class Agreement:
         self._find_reasons = find_reasons
         self.numbers = numbers
         self._sent: _SentNumbers | None = None
-        # Steps between two exchanges.
+        # Number of steps between two exchanges.
         self._interval = 1
         self._max_interval = 1
-        # Step and time of the last exchange, or of `start_clock`.
+        # Step and time of the last exchange, or of the last call of `start_clock`.
         self._clock_step = 0
         self._clock_start = time.perf_counter()
         self.stop = ""
-        """Reason why all ranks stop after this step, or empty while they go on."""
+        """Reason why all ranks stop after this step. Empty if they do not stop."""
 
     def start_clock(self, step: int, max_interval: int | None = None) -> None:
-        """Start to measure the duration of steps anew, after `step` steps.
+        """Start to measure the duration of steps from now on. `step` steps are done.
 
         Parameters
         ----------
-        max_interval : most steps between two exchanges of numbers from now on; None: as before.
+        max_interval : the largest number of steps between two exchanges from now on. None means no change.
         """
         if max_interval is not None:
             self._max_interval = max_interval
@@ -130,52 +133,57 @@ class Agreement:
     def is_exchange_due(self, step: int) -> bool:
         """Return whether the ranks exchange their numbers after `step`.
 
-        They do so where a multiple of the interval lies between the last exchange and this step.
+        An exchange is due when a step reaches or passes a multiple of the interval since the last exchange.
         """
+        # All ranks use the same interval and steps, so they agree without communication.
         return step // self._interval > self._clock_step // self._interval
 
     def exchange_if_due(self, step: int) -> None:
-        """If it is time, read the sums of the last exchange, and begin the next one.
+        """If an exchange is due, read the sums of the last exchange, and start the next one.
 
-        In an exchange, the ranks add up their numbers in the background, and their answers to requests to
-        stop. So all ranks learn of such a request at the same step.
+        In an exchange, the ranks add up their numbers and their answers about a stop in the background. So
+        all ranks learn about a request to stop at the same step.
 
         Raises
         ------
-        CheckFailed : on every rank, if the ranks have taken different numbers of steps.
+        CheckFailed : (on every rank) the ranks have taken different numbers of steps.
         """
         if self.is_exchange_due(step):
             self._exchange(step, STEP_END)
-            if self.stop:  # the ranks save now, and the log has to have the numbers of all steps before
+            if self.stop:  # the ranks save next, and the log must contain the numbers of all steps before
                 self._receive()
 
     def wait_for_ranks(self, step: int, call: str) -> None:
-        """Wait for the numbers of all steps up to `step`, in the program's `call`; a collective call.
+        """Wait until the numbers of all steps up to `step` have been added up. This is a collective call.
+
+        `call` names the call of the program, such as ``run.pause``. It must be the same on all ranks.
 
         Raises
         ------
-        CheckFailed : on every rank, if they have taken different numbers of steps, or are at different calls.
+        CheckFailed : (on every rank) the ranks have taken different numbers of steps or are in different
+            calls.
         """
         self._exchange(step, call)
         self._receive()
 
     def _exchange(self, step: int, call: str) -> None:
-        """Receive the sums that are under way, and start to add up the numbers since then over all ranks.
+        """Read the sums of the last exchange, and start to add up the numbers since then over all ranks.
 
-        The values are the seconds per step, the hash of the step and the call, the square of this hash, the
-        answers to requests to stop, and the numbers of `AddedNumbers`.
+        The values are, in this order: the seconds per step, a hash of step and call, the square of the hash,
+        1 or 0 for each reason to stop, and the numbers of `AddedNumbers`.
         """
         self._receive()
         numbers = self.numbers.take().to(self._ranks.device)
         seconds = time.perf_counter() - self._clock_start
         steps = step - self._clock_step
         self.start_clock(step)
-        # Ranks at different steps, or in different calls of the program, have different hashes.
+        # Ranks at different steps or in different calls of the program get different hashes, so that
+        # `_receive` notices them.
         step_hash = (step + _hash_text(call, _STEP_HASH_LIMIT)) % _STEP_HASH_LIMIT
         own_reasons = self._find_reasons()
-        answers = [reason in own_reasons for reason in REASONS]
-        # `_receive` reads these in the same order.
-        own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *answers]
+        reason_flags = [reason in own_reasons for reason in REASONS]
+        # `_receive` reads the values in the same order.
+        own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *reason_flags]
         own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
         own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
         values = torch.cat([own_numbers_on_device, numbers])
@@ -185,9 +193,15 @@ class Agreement:
         self._sent = _SentNumbers(step, steps, seconds, call, work, values)
 
     def _receive(self) -> None:
-        """Wait for the sums of the exchange that is under way, if there is one.
+        """Wait for the sums of the last exchange, unless they have already been read.
 
-        The answers among them decide about a stop, and the other sums go to `AddedNumbers.arrived`.
+        The answers about a stop decide whether all ranks stop. The sums of the program's numbers are passed
+        to `AddedNumbers.arrived`.
+
+        Raises
+        ------
+        CheckFailed : (on every rank) the ranks have taken different numbers of steps or are in different
+            calls.
         """
         if self._sent is None:
             return
@@ -195,7 +209,7 @@ class Agreement:
         self._sent = None
         if sent.work is not None:
             sent.work.wait()
-        # The work has replaced each value of this rank by the sum over all ranks.
+        # The all-reduce has replaced each value of this rank by the sum over all ranks.
         step_seconds, hash_sum, square_sum, *sums = sent.values.tolist()
         world_size = self._ranks.world_size
         if not _are_hashes_equal(world_size, hash_sum, square_sum):
@@ -204,6 +218,7 @@ class Agreement:
             self._interval = choose_interval(step_seconds / world_size, self._max_interval)
         yes_counts = sums[: len(REASONS)]
         program_sums = sums[len(REASONS) :]
+        # One rank with a reason is enough. The first reason in `REASONS` has priority.
         for reason, yes_count in zip(REASONS, yes_counts, strict=True):
             if yes_count and not self.stop:
                 self.stop = reason
@@ -211,8 +226,11 @@ class Agreement:
         self.numbers.arrived(exchange)
 
     def _refuse_difference(self, sent: _SentNumbers) -> None:
-        """Raise CheckFailed, on every rank, since their hashes differ: name the calls or the steps."""
+        """Raise CheckFailed on every rank, because the ranks are in different calls or at different steps."""
+        # A rank at the end of a step and one at the end of a pass are both in a loop. Then the message about
+        # different numbers of steps explains more.
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
+        # The hashes only show that ranks differ. Gather the values themselves for the message.
         rows = self._ranks.gather((sent.step, sent.call), call=call)
         steps, calls = zip(*rows, strict=True)
         if len(set(steps)) == 1:
@@ -224,10 +242,10 @@ class Agreement:
 
 
 def choose_interval(seconds_per_step: float, max_interval: int) -> int:
-    """Return the steps between two exchanges, so that they come about every `LATENCY_S` seconds.
+    """Return the number of steps between two exchanges, so that an exchange takes place every `LATENCY_S`.
 
-    The result divides `max_interval`, at whose multiples the program saves or logs its numbers. For example
-    0.1 s per step and at most 100 steps give 5.
+    The program saves or logs at multiples of `max_interval`, so the result divides `max_interval`. For
+    example, 0.1 s per step and a maximum of 100 steps give 5.
     """
     if seconds_per_step <= 0:
         return max_interval
@@ -239,47 +257,49 @@ def choose_interval(seconds_per_step: float, max_interval: int) -> int:
     return interval
 
 
-# Most names. All ranks send as many numbers, also those that log nothing.
+# The largest number of logged names. All ranks always send this many numbers, even if they log fewer or none.
 MAX_NAMES = 16
-# Names of a line's own values.
+# Names that each line of the log uses itself.
 RESERVED_NAMES = ("time", "step", "epoch", "steps_per_s")
-# Time between two lines.
+# Time between two lines of the log.
 LINE_S = 5.0
 
 
 class NumberLog:
-    """Adds up logged numbers, and writes a line of their means over steps and ranks every few seconds.
+    """Adds up logged numbers. Every few seconds, it writes a line with their means over steps and ranks.
 
     Parameters
     ----------
-    metrics : gets the lines; None: another rank writes them.
-    epochs : returns the epochs so far, for a line.
+    metrics : the file for the lines, or None if another rank writes them.
+    epochs : a function that returns the number of epochs so far, for the lines.
     """
 
     def __init__(self, metrics: MetricsFile | None, epochs: Callable[[], float]) -> None:
         self._metrics = metrics
         self._epochs = epochs
-        # Names of the first call.
+        # Names of the numbers in the first call of `add`.
         self._names: tuple[str, ...] = ()
-        # Sums of this rank by name, since they were last sent.
+        # Sums of this rank by name since the last exchange.
         self._sums: dict[str, Any] = {}
-        # Steps in these sums.
+        # Number of steps in these sums.
         self._count = 0
         self._last_line_s = -math.inf
         self._start_line()
 
     def _start_line(self) -> None:
-        # Since the last line, over all ranks: how often they logged, and the sum of each number.
+        """Reset the sums of the next line."""
+        # Over all ranks since the last line: the number of calls of `add`, and the sum of each number.
         self._totals = [0.0] * (1 + MAX_NAMES)
         self._steps = 0
         self._seconds = 0.0
 
     def add(self, numbers: Mapping[str, Any]) -> None:
-        """Add the numbers of one step: tensors with one number, or plain ones.
+        """Add the numbers of one step. A number is an int, a float, or a tensor with one element.
 
         Raises
         ------
-        UsageError : there are other names than at first, too many, or something else than a number.
+        UsageError : the names differ from those of the first call, there are too many names, or a value is
+            not a number.
         """
         if tuple(numbers) != self._names:
             self._refuse_names(numbers)
@@ -288,12 +308,13 @@ class NumberLog:
             self._names = tuple(numbers)
         for name, value in numbers.items():
             number: Any = value.detach().double() if isinstance(value, Tensor) else float(value)
-            # Not in place: a number may share the memory of the program's tensor.
+            # Do not use `+=`: it would change the sum in place, and the sum may share memory with a tensor of
+            # the program.
             self._sums[name] = self._sums.get(name, 0.0) + number
         self._count += 1
 
     def _refuse_names(self, names: Collection[str]) -> None:
-        """Raise UsageError if these names are not those of the first call, are too many, or are reserved."""
+        """Raise UsageError if the names are too many or reserved, or differ from those of the first call."""
         is_first_call = not self._names
         has_reserved_name = not set(RESERVED_NAMES).isdisjoint(names)
         if is_first_call and len(names) <= MAX_NAMES and not has_reserved_name:
@@ -308,10 +329,10 @@ class NumberLog:
     def take(self) -> Tensor:
         """Return this rank's sums since the last call, as one tensor in host memory.
 
-        The values are 1 (0 if this rank logs nothing), the hash of the names and its square, the number of
-        calls of `add`, the sums, and zeros up to `MAX_NAMES`.
+        The values are, in this order: 1 (or 0 if this rank logs nothing), a hash of the names, the square of
+        the hash, the number of calls of `add`, the sums, and zeros for unused names up to `MAX_NAMES`.
         """
-        # A rank that logs nothing does not count among those whose hashes are compared.
+        # A rank that logs nothing sends zeros, so that its hash is not compared with the others.
         rank_count = 0
         name_hash = 0
         if self._names:
@@ -326,7 +347,7 @@ class NumberLog:
         return numbers
 
     def arrived(self, exchange: Agreed) -> None:
-        """Add the sums of all ranks to the next line, and write it when it is time.
+        """Add the sums over all ranks to the next line of the log. If a line is due, write it.
 
         Raises
         ------
@@ -346,9 +367,9 @@ class NumberLog:
             self.write_line(exchange.step)
 
     def write_line(self, step: int) -> None:
-        """Write a line with the means of what all ranks have logged since the last line.
+        """Write a line with the means of the numbers that all ranks have logged since the last line.
 
-        Nothing is written if nothing was logged, or if another rank writes the lines.
+        If nothing was logged, or if another rank writes the lines, nothing is written.
         """
         count, *sums = self._totals
         if self._metrics is None or not self._names or not count:
@@ -358,7 +379,8 @@ class NumberLog:
         values["epoch"] = self._epochs()
         values["steps_per_s"] = steps_per_s
         text = f"step {step}"
-        for name, total in zip(self._names, sums, strict=False):  # the sums after those of the names are 0
+        # `sums` has `MAX_NAMES` items. Those after the last name are unused.
+        for name, total in zip(self._names, sums, strict=False):
             mean = total / count
             text += f"  {name} {mean:.6g}"
             values[name] = mean if math.isfinite(mean) else None  # JSON has no NaN
@@ -369,7 +391,7 @@ class NumberLog:
 
 
 def _refuse_no_number(name: str, value: object) -> None:
-    """Raise UsageError if a value cannot be logged as a number."""
+    """Raise UsageError if `value` is not a single number."""
     if isinstance(value, Tensor):
         if value.dim() > 0:
             raise _number_error(name, f"a tensor of shape {tuple(value.shape)}")

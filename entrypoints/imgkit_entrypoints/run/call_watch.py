@@ -1,7 +1,9 @@
-"""Ends a run whose ranks wait in different calls of it, such as a run.pause on one rank alone.
+"""End a run whose ranks wait for each other in different calls, for example if only one rank calls run.pause.
 
-gloo would end it after 30 minutes and NCCL after 10, and name no call. A thread of each rank reads the
-stack of the thread that trains. A rank that stays where it is says so in torch's store, and rank 0 compares.
+Without this module, gloo would end the run after 30 minutes and NCCL after 10, and the message would not name
+the calls. In each rank, a thread reads the stack of the thread that trains. If a rank does not move for some
+time, its thread writes the position into torch's store (a small database that all ranks share). Rank 0
+compares the positions.
 """
 
 from __future__ import annotations
@@ -27,35 +29,37 @@ from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.launch.watchdog import Pulse
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
-# Time for which the ranks must stay in different calls before the run ends.
+# The run ends after the ranks have waited in different calls for this time.
 LIMIT_S = 600.0
 # Time between two readings of the stack.
 POLL_S = 10.0
 _FOLDER = Path(__file__).parent
-# Files whose functions wait for other ranks.
+# Files with the functions that wait for other ranks.
 _WAITING_FILES = (str(_FOLDER / "ranks.py"), str(_FOLDER / "agreement.py"))
-# Files whose functions a program calls.
+# Files with the functions that a program calls.
 _CALL_FILES = (str(_FOLDER / "run.py"), str(_FOLDER / "step_loop.py"))
-# Calls of a program by functions of these files. Others are called by their own name, such as run.save.
+# Names of calls in messages, by functions in these files. Other functions have their own name, such as
+# run.save.
 _CALL_NAMES = {"iterate": "run.steps", "__exit__": "the end of the run"}
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-# How the paths of files begin that do not belong to the program.
+# Prefixes of the paths of files that do not belong to the program.
 _LIBRARIES = (_TORCH, f"{_FOLDER.parent}{os.sep}", contextlib.__file__)
-# Key of the store under which rank 0 says which rank waits where. It ends the run on every rank.
+# Rank 0 writes this key into the store if the ranks are stuck. Its value says where each rank waits. When a
+# rank finds the key, it ends its process.
 _VERDICT = "verdict"
 
 
 class RankState(NamedTuple):
-    """What a rank does."""
+    """What a rank is doing."""
 
     call: str
-    """The call of the run in which it waits for other ranks, or empty if it does something else."""
+    """The call of the run in which the rank waits for others. Empty if it does something else."""
     line: str
-    """FILE:LINE of the program."""
+    """The current line of the program, as FILE:LINE."""
     position: int
-    """Twice its steps, as `Pulse` counts them."""
+    """Twice the number of steps, as `Pulse` counts them. It grows at the beginning and the end of a step."""
     signs: int
-    """Its signs of life at this position."""
+    """Number of signs of life at this position."""
 
     def __str__(self) -> str:
         step = (self.position + 1) // 2
@@ -63,7 +67,7 @@ class RankState(NamedTuple):
 
 
 class CallWatch:
-    """Watches the thread that makes it, in which the program trains."""
+    """Watches the thread that creates this object. It must be the thread in which the program trains."""
 
     def __init__(self, ranks: Ranks, pulse: Pulse, say: Callable[[str], None]) -> None:
         self._ranks = ranks
@@ -71,39 +75,42 @@ class CallWatch:
         self._say = say
         self._store = dist.PrefixStore("imgkit-calls", dist.distributed_c10d._get_default_store())
         self._thread_id = threading.get_ident()
-        # What the store has about this rank; None: nothing yet.
+        # The text about this rank in the store, or None if there is none yet.
         self._published: str | None = None
         self._is_closed = threading.Event()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def close(self) -> None:
-        """End the watch."""
+        """Stop the thread that watches."""
         self._is_closed.set()
 
     def _watch(self) -> None:
-        """Publish where the watched thread is if it stays there for `LIMIT_S`, and then compare the ranks."""
+        """Publish the state of the watched thread if it has not changed for `LIMIT_S`, and compare the ranks.
+
+        This function runs in a thread of its own.
+        """
         state = self._read_state()
         start_s = time.monotonic()
-        with contextlib.suppress(RuntimeError):  # the process that has the store is gone
+        with contextlib.suppress(RuntimeError):  # raised when the process with the store has ended
             while not self._is_closed.wait(POLL_S):
                 latest_state = self._read_state()
                 if latest_state != state:
                     state = latest_state
                     start_s = time.monotonic()
                 if time.monotonic() - start_s < LIMIT_S:
-                    self._publish("")  # this rank has moved
+                    self._publish("")  # this rank has moved recently, so it is not stuck
                 else:
                     self._publish(json.dumps(state))
                     self._compare_ranks()
 
     def _publish(self, text: str) -> None:
-        """Write a text about this rank to the store, if it has changed."""
+        """Write a text about this rank to the store, unless the store already has it."""
         if text != self._published:
             self._store.set(str(self._ranks.rank), text)
             self._published = text
 
     def _read_state(self) -> RankState:
-        """Return the call in which the watched thread waits, its line of the program, and its steps."""
+        """Return the call in which the watched thread waits, its line in the program, and its steps."""
         frames = list(_iterate_frames(self._thread_id))
         library_frames = list(itertools.takewhile(_is_in_library, frames))
         program_frames = frames[len(library_frames) :]
@@ -114,7 +121,7 @@ class CallWatch:
         return RankState(_find_call(library_frames), line, position, signs)
 
     def _compare_ranks(self) -> None:
-        """Compare the ranks on rank 0. End this process if rank 0 has found that they are stuck."""
+        """On rank 0, compare the ranks. On every rank, end the process if rank 0 has found them stuck."""
         if self._ranks.rank == 0:
             states = self._published_states()
             if states and are_stuck(states):
@@ -123,9 +130,9 @@ class CallWatch:
             self._end_process(self._store.get(_VERDICT).decode())
 
     def _published_states(self) -> list[RankState]:
-        """Return what all ranks do, or [] if a rank has moved within the last `LIMIT_S`."""
+        """Return the states of all ranks, or ``[]`` if a rank has moved within the last `LIMIT_S`."""
         keys = [str(rank) for rank in range(self._ranks.world_size)]
-        if not self._store.check(keys):  # to get one that is missing would block the store
+        if not self._store.check(keys):  # reading a missing key would block the store
             return []
         texts = [self._store.get(key) for key in keys]
         if not all(texts):
@@ -147,11 +154,11 @@ class CallWatch:
             for line in f"error: {error}".split("\n"):
                 self._say(line)
         sys.stdout.flush()
-        os._exit(EXIT_NO)  # the thread that trains waits in C, where no exception reaches it
+        os._exit(EXIT_NO)  # an exception cannot reach the thread that trains, which waits in C code
 
 
 def _iterate_frames(thread_id: int) -> Iterator[FrameType]:
-    """Yield the stack of a thread, innermost frame first, without torch's frames at the inner end."""
+    """Yield the frames of a thread's stack, innermost first, without the innermost frames of torch."""
     frame: FrameType | None = sys._current_frames().get(thread_id)
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back
@@ -161,15 +168,17 @@ def _iterate_frames(thread_id: int) -> Iterator[FrameType]:
 
 
 def _is_in_library(frame: FrameType) -> bool:
+    """Return whether a frame belongs to torch or imgkit, and not to the program."""
     return frame.f_code.co_filename.startswith(_LIBRARIES)
 
 
 def _find_call(library_frames: Sequence[FrameType]) -> str:
-    """Return the call of the run in which a thread waits for other ranks, such as ``run.pause``, or "".
+    """Return the call of the run in which a thread waits for other ranks, such as ``run.pause``, or ``""``.
 
     Parameters
     ----------
-    library_frames : the frames of the thread within the program's own, innermost first.
+    library_frames : the innermost frames of the thread, up to the first frame of the program, innermost
+        first.
     """
     if not library_frames or library_frames[0].f_code.co_filename not in _WAITING_FILES:
         return ""
@@ -177,20 +186,21 @@ def _find_call(library_frames: Sequence[FrameType]) -> str:
     functions = [code.co_name for code in codes if code.co_filename in _CALL_FILES]
     if not functions:
         return ""
-    called_function = functions[-1]  # the outermost one
+    called_function = functions[-1]  # the outermost function, which the program has called
     return _CALL_NAMES.get(called_function, f"run.{called_function}")
 
 
 def format_line(frame: FrameType) -> str:
-    """Return the position of a frame as FILE:LINE."""
+    """Return the current line of a frame as FILE:LINE."""
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
 
 
 def are_stuck(states: Sequence[RankState]) -> bool:
-    """Return whether ranks wait for each other in different calls, so that none of them can go on.
+    """Return whether ranks wait for each other in different calls, so that none of them can continue.
 
-    For example rank 0 waits in ``run.save`` and rank 1 in ``run.pause``. A rank that waits in no call is
-    busy. It may only be late, unless it has already passed the step in which another rank waits for it.
+    For example, rank 0 waits in ``run.save`` and rank 1 in ``run.pause``. A rank that does not wait is busy.
+    It may only be late. But if it has already passed the step in which another rank waits for it, it will
+    never come.
     """
     waiting = [state for state in states if state.call]
     busy = [state for state in states if not state.call]
@@ -201,5 +211,6 @@ def are_stuck(states: Sequence[RankState]) -> bool:
         if state.position <= first_waiting_position:  # it may still come to the call
             return False
     calls = {(state.call, state.position) for state in waiting}
-    # All ranks may wait in a single call for a slow network. A busy rank has passed that call.
+    # If all ranks wait in the same call, the network may be slow. A busy rank at this point has passed the
+    # call.
     return len(calls) > 1 or bool(busy)

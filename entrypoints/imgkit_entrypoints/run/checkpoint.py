@@ -1,9 +1,10 @@
-"""Checkpoints by torch.distributed.checkpoint (DCP): written in the background, checked before they are read.
+"""Write checkpoints in the background with torch.distributed.checkpoint (DCP), and check and read them.
 
-Rank 0 alone hands over what is equal on all ranks, with the bytes of each rank, and every rank its shards of
-DTensors. Without shards rank 0 saves alone: else planning for 512 ranks of DDP would cost it 15 s of CPU.
-`async_save` stalls training by 25 to 158 ms for 100 MB, so the tensors are copied to memory that stays, and
-`dcp.save` runs in one thread, on a gloo group of its own.
+Rank 0 alone saves the values that are equal on all ranks, and the pickled values of each rank. Every rank
+saves its own shards of DTensors. If there are no shards, only rank 0 takes part in the save: planning for 512
+ranks of DDP would cost rank 0 15 s of CPU time. `async_save` of torch stalls training by 25 to 158 ms for 100
+MB. So this module copies the tensors to host memory that is reused, and runs `dcp.save` in one thread, with a
+gloo group of its own.
 """
 
 from __future__ import annotations
@@ -39,31 +40,36 @@ from imgkit_entrypoints.run.state_tree import (
 )
 
 Say = Callable[[str], None]
-# Key of the position in the data and of the trees of all objects.
+# Key under which a checkpoint stores the position in the data and the trees of all objects.
 INDEX = "imgkit"
-# Keys ``rank/0``, ``rank/1`` of what each rank keeps for itself: random states, and objects of
-# `track_per_rank`.
+# The keys ``rank/0``, ``rank/1``, ... store the values of each rank: random states, and the states of objects
+# from `track_per_rank`.
 RANK_PREFIX = "rank/"
 
-# torch warns of `dcp.save` without a process group, which is meant, and of its own use of TypedStorage.
+# torch warns about `dcp.save` without a process group, which is intended, and about its own use of
+# TypedStorage.
 for text in ("torch.distributed is disabled, unavailable or uninitialized", "TypedStorage is deprecated"):
     warnings.filterwarnings("ignore", message=text)
 
 
 class _CopiesPlanner(dcp.DefaultSavePlanner):  # type: ignore[misc]
-    """Plans a checkpoint by the tensors that train, and writes the copies of this rank's parts of them."""
+    """Plans a checkpoint with the tensors of the model, but writes the copies of these tensors.
+
+    The plan needs the original tensors, because a copy of a DTensor is only this rank's part of it.
+    """
 
     def __init__(self, copies: Mapping[str, Tensor]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._copies = copies
 
     def resolve_data(self, write_item: Any) -> Any:
+        """Return the data to write for an item of the plan: the copy, if there is one."""
         copy = self._copies.get(write_item.index.fqn)
         return super().resolve_data(write_item) if copy is None else copy
 
 
 class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
-    """Raises the OSError of a file that cannot be written, which torch's serializer hides."""
+    """A writer that raises the OSError of a file that cannot be written. torch's serializer hides it."""
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         try:
@@ -73,16 +79,17 @@ class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
 
 
 def _find_os_error(error: BaseException) -> OSError:
-    """Return the OSError behind an error of torch, which may have come from another rank.
+    """Return the OSError that has caused an error of torch, possibly on another rank.
 
-    If there is none, the result is an OSError with the class and the first line of the error.
+    If there is no such OSError, the result is a new OSError with the class and first line of `error`.
     """
+    # torch's CheckpointException contains the error and the traceback of each rank that failed.
     failures = getattr(error, "failures", {})
-    if failures:  # torch's CheckpointException has the error and the traceback of each rank that failed
+    if failures:
         rank = min(failures)
         failure, _ = failures[rank]
-        reason = _find_os_error(failure)
-        return OSError(reason.errno, f"rank {rank}: {reason.strerror}")
+        rank_error = _find_os_error(failure)
+        return OSError(rank_error.errno, f"rank {rank}: {rank_error.strerror}")
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -92,7 +99,7 @@ def _find_os_error(error: BaseException) -> OSError:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return the class and the first line of an error."""
+    """Return a text with the class and the first line of `error`."""
     first_line, _, _ = str(error).partition("\n")
     return f"{type(error).__name__}: {first_line}"
 
@@ -103,11 +110,13 @@ class CheckpointWriter:
     def __init__(
         self, run_folder: Path, keep: int, ranks: Ranks, say: Say, skipped: Collection[Path]
     ) -> None:
-        """Open a process group for rank 0 alone; a collective call.
+        """Open a process group that contains only rank 0. This is a collective call.
 
         Parameters
         ----------
-        skipped : checkpoints in the run's folder that could not be read. The first new one sets them aside.
+        keep : number of checkpoints to keep.
+        skipped : checkpoints in the run's folder that could not be read. They are renamed when the first new
+            checkpoint is written.
         """
         self._folder = run_folder / disk.FOLDER
         self._keep = keep
@@ -116,7 +125,7 @@ class CheckpointWriter:
         self._skipped = skipped
         group = dist.new_group([0], backend="gloo") if dist.is_initialized() else None
         self._rank_0 = dataclasses.replace(ranks, world_size=1, group=group)
-        # The ranks with a group for the threads that write shards.
+        # The ranks with a process group for the threads that write shards.
         self._all_ranks: Ranks | None = None
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
@@ -124,25 +133,26 @@ class CheckpointWriter:
         self._error: OSError | None = None
         self._has_warned = False
         self.saved_step = -1
-        """Step of the newest checkpoint that is safely written, or -1; `close` gives it to all ranks."""
+        """Step of the newest complete checkpoint, or -1. All ranks have the same value after `close`."""
         self.stalled_s = 0.0
-        """Seconds in which training waited for this, in all calls."""
+        """Total seconds for which training has waited for checkpoints."""
         self.longest_stall_s = 0.0
         """Seconds of the longest `save`."""
 
     def save(self, step: int, index: bytes, tensors: Mapping[str, Tensor], rank_value: bytes) -> None:
-        """Copy the state to host memory and write it in the background; a collective call.
+        """Copy the state to host memory, and write it in the background. This is a collective call.
 
         Parameters
         ----------
-        index : the pickled position in the data, and the states of all objects without their tensors. Rank 0
+        index : the pickled position in the data and states of all objects, without their tensors. Rank 0
             saves it.
-        tensors : tensors that are equal on all ranks, and DTensors; the same keys on all ranks.
-        rank_value : the pickled values that each rank saves for itself.
+        tensors : DTensors, and tensors that are equal on all ranks. The keys are the same on all ranks.
+        rank_value : the pickled values of this rank.
         """
         start_s = time.perf_counter()
         rank_values = self._ranks.gather_on_rank_0(rank_value)
-        self._finish_writing()  # the thread still reads the copies of the last save, which are reused below
+        # The memory for the copies is reused, so the thread of the previous save must have written them.
+        self._finish_writing()
         shards = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
         writers = self._rank_0
         if shards:
@@ -159,7 +169,7 @@ class CheckpointWriter:
         self.longest_stall_s = max(self.longest_stall_s, stall_s)
 
     def _connect_all_ranks(self) -> Ranks:
-        """Return all ranks with a group for their threads; the first call is a collective one."""
+        """Return all ranks with a process group for their threads. The first call is a collective call."""
         if self._all_ranks is None:
             self._all_ranks = with_new_group(self._ranks)
         return self._all_ranks
@@ -167,7 +177,10 @@ class CheckpointWriter:
     def _start_writing(
         self, step: int, tensors: Mapping[str, Tensor], values: Mapping[str, bytes], writers: Ranks
     ) -> None:
-        """Start to copy tensors to host memory, and the thread that writes them and `values`."""
+        """Start to copy `tensors` to host memory, and start a thread that writes the copies and `values`.
+
+        `writers` are the ranks that write this checkpoint together.
+        """
         local_tensors = dict(tensors)
         for key, tensor in tensors.items():
             if is_dtensor(tensor):
@@ -178,9 +191,9 @@ class CheckpointWriter:
         self._thread.start()
 
     def _write(self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
-        """Write a checkpoint together with the threads of the other `writers`.
+        """Write a checkpoint together with the threads of the other `writers`. This runs in a thread.
 
-        An error is kept until `_finish_writing` reports it in the thread that trains.
+        An error is stored, and `_finish_writing` reports it in the main thread.
         """
         folder: Path | None = None
         try:
@@ -192,43 +205,47 @@ class CheckpointWriter:
             entries = _describe_files(folder, writers)
             if self._ranks.rank == 0:
                 self._commit(folder, step, entries)
-        except (OSError, RuntimeError) as error:  # RuntimeError: another rank has ended
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError if another rank has ended
             self._error = _find_os_error(error)
             if folder and self._ranks.rank == 0:
-                with contextlib.suppress(OSError):  # the next writer removes it
+                with contextlib.suppress(OSError):  # the next save tries again to remove it
                     disk.remove_checkpoint(folder)
 
     def _make_folder(self, step: int, writers: Ranks) -> Path | None:
-        """Make the folder of a checkpoint on rank 0, and return it to all `writers`.
+        """Create the folder of a checkpoint on rank 0, and return its path on all `writers`.
 
-        On other ranks, None means that rank 0 could not make it.
+        On other ranks, the result is None if rank 0 could not create the folder.
 
         Raises
         ------
-        OSError : this is rank 0, and cannot make it.
+        OSError : (only on rank 0) the folder cannot be created.
         """
         folder: Path | None = None
         try:
             if self._ranks.rank == 0:
                 folder = disk.make_temporary_folder(self._folder, step)
-        finally:  # also after an error, since the other writers wait for an answer
+        finally:  # broadcast even after an error, because the other writers wait for it
             folder = writers.broadcast(folder)
         return folder
 
     def _commit(self, folder: Path, step: int, entries: Mapping[str, disk.FileEntry]) -> None:
-        """Make a complete folder the newest checkpoint, and rename unreadable ones to ``skipped-...``."""
+        """Rename a complete folder, which makes it the newest checkpoint.
+
+        Unreadable checkpoints in the run's folder are renamed to ``skipped-...`` before.
+        """
         disk.set_aside(self._skipped)
         self._skipped = ()
         disk.commit(folder, step, entries, keep=self._keep, warn=self._warn_once)
         self.saved_step = step
 
     def _warn_once(self, problem: str) -> None:
+        """Report a problem that does not prevent the save, but only the first time."""
         if not self._has_warned:
             self._say(f"warning: {problem}; checkpoints are saved all the same")
         self._has_warned = True
 
     def _finish_writing(self) -> None:
-        """Wait for the thread that writes, and report its error on rank 0."""
+        """Wait until the thread has written its checkpoint. If it failed, report the error on rank 0."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -240,21 +257,22 @@ class CheckpointWriter:
         self._error = None
 
     def close(self) -> None:
-        """Wait for the last checkpoint; a collective call."""
+        """Wait until the last checkpoint is written. This is a collective call."""
         start_s = time.perf_counter()
         self._finish_writing()
         self.saved_step = self._ranks.broadcast(self.saved_step)
         self.stalled_s += time.perf_counter() - start_s
 
     def close_groups(self) -> None:
-        """Free the process groups."""
+        """Destroy the process groups that the writer has opened."""
+        # On other ranks, `new_group` has returned a marker and not a group for rank 0's group.
         for ranks in (self._rank_0, self._all_ranks):
             if ranks and ranks.group not in (None, dist.GroupMember.NON_GROUP_MEMBER):
                 dist.destroy_process_group(ranks.group)
 
 
 def _save_state(folder: Path, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
-    """Write this rank's part of a state; a collective call of all `writers`.
+    """Write this rank's part of a state. This is a collective call of all `writers`.
 
     Raises
     ------
@@ -264,12 +282,15 @@ def _save_state(folder: Path, state: dict[str, Any], copies: Mapping[str, Tensor
         storage = _FileWriter(folder)
         planner = _CopiesPlanner(copies)
         dcp.save(state, storage_writer=storage, planner=planner, process_group=writers.group)
-    except (Exception, CheckpointException) as error:  # torch wraps those of all ranks in a BaseException
+    # torch puts the errors of all ranks into a CheckpointException, which is not a subclass of Exception.
+    except (Exception, CheckpointException) as error:
         raise _find_os_error(error) from error
 
 
 def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
-    """Return the size and sha256 of each file of all `writers`, for the manifest; a collective call.
+    """Return the size and sha256 of each file of all `writers`, for the manifest.
+
+    This is a collective call. Each rank reads only the files that it has written.
 
     Raises
     ------
@@ -283,7 +304,7 @@ def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
     try:
         for path in paths:
             own_entries[path.name] = disk.describe_file(path)
-    except OSError as error:  # not raised here, since the other writers wait for the entries
+    except OSError as error:  # raised below: the other writers wait for the entries of this rank
         own_error = error
     entries: dict[str, disk.FileEntry] = {}
     for rank, (rank_entries, rank_error) in enumerate(writers.gather((own_entries, own_error))):
@@ -294,34 +315,35 @@ def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
 
 
 class TensorInfo(NamedTuple):
-    """What a checkpoint says about a tensor."""
+    """Shape and type of a tensor in a checkpoint."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 class _Contents(NamedTuple):
-    """What rank 0 reads of a checkpoint for all ranks."""
+    """The values that rank 0 reads from a checkpoint and sends to all ranks."""
 
     tensors: dict[str, TensorInfo]
     world_size: int
     pickled_index: bytes
     problem: str = ""
-    """Why it cannot be read, or ""."""
+    """Why the checkpoint cannot be read, or ``""``."""
 
 
 class Checkpoint:
-    """A valid checkpoint. Its methods are collective calls, and what they return is the same on all ranks.
+    """A valid checkpoint. Its methods are collective calls that return the same values on all ranks.
 
-    Rank 0 reads what is equal on all ranks, and the others get it: its node may be the only one that has it.
+    Rank 0 reads the values that are equal on all ranks and sends them to the others. So the checkpoint may be
+    on a disk of rank 0's node.
     """
 
     def __init__(self, folder: Path, step: int, ranks: Ranks) -> None:
-        """Read its index.
+        """Read the index of the checkpoint.
 
         Raises
         ------
-        InvalidCheckpoint : another program or another release of torch has written it.
+        InvalidCheckpoint : another program or another release of torch has written the checkpoint.
         """
         self.folder = folder
         self.step = step
@@ -338,13 +360,16 @@ class Checkpoint:
         self.tensors = contents.tensors
         """The shape and type of each tensor by its key."""
         self.world_size = contents.world_size
-        """The number of ranks that have saved."""
+        """The number of ranks that have taken the checkpoint."""
         index = pickle.loads(contents.pickled_index)  # noqa: S301 - SECURITY.md: it is trusted like code
         self.position, self._trees = index
         """The position in the data (`DataPosition.values`), and the pickled tree of each object."""
 
     def _read_contents(self) -> _Contents:
-        """Return the shapes and types of the tensors, the number of ranks that have saved, and the index."""
+        """Read the shapes and types of the tensors, the number of ranks, and the index on rank 0.
+
+        No error is raised, because the other ranks wait for the result. It contains the problem instead.
+        """
         tensors = {}
         world_size = 0
         try:
@@ -355,25 +380,28 @@ class Checkpoint:
                 elif key.startswith(RANK_PREFIX):
                     world_size += 1
             index = self._load({INDEX: b""})[INDEX]
-        except Exception as error:  # pickle raises many kinds for classes of another release
+        except Exception as error:  # pickle raises many types of errors for classes of another release
             return _Contents({}, 0, b"", problem=_describe_error(error))
         return _Contents(tensors, world_size, index)
 
     @property
     def names(self) -> list[str]:
-        """The names of the objects whose state counts for all ranks."""
+        """The names of the objects that have one state for all ranks."""
         return sorted(self._trees)
 
     def tree(self, name: str) -> Any:
-        """Return the state of an object with a `TensorRef` for each tensor; no collective call."""
+        """Return the state of an object, with a `TensorRef` in place of each tensor.
+
+        This is not a collective call.
+        """
         return pickle.loads(self._trees[name])  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def state(self, name: str, shards: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the state of an object, with its tensors; a collective call.
+        """Return the state of an object, including its tensors. This is a collective call.
 
         Parameters
         ----------
-        shards : DTensors by key, into which each rank reads its own part.
+        shards : DTensors by key. Each rank reads its own part into them.
         """
         tensors: dict[str, Any] = dict(shards or {})
         if tensors:
@@ -385,7 +413,7 @@ class Checkpoint:
         return join_tensors(tree, tensors)
 
     def read_tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return whole tensors in host memory, which rank 0 reads for all ranks; a collective call."""
+        """Return complete tensors in host memory. Rank 0 reads them for all ranks in a collective call."""
         tensors = {}
         for key in keys:
             info = self.tensors[key]
@@ -397,9 +425,9 @@ class Checkpoint:
         return tensors
 
     def read_rank_value(self) -> Any:
-        """Return the value that this rank has saved for itself.
+        """Return the value that this rank has saved for itself. This is a collective call.
 
-        If more or fewer ranks have saved, every rank gets the value of rank 0.
+        If the checkpoint was taken with another number of ranks, every rank gets the value of rank 0.
         """
         keys = [f"{RANK_PREFIX}{rank}" for rank in range(self.world_size)]
         if self.world_size != self._ranks.world_size:
@@ -411,11 +439,12 @@ class Checkpoint:
         return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def _load(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Read the value of each key of `values` from the folder into `values`, and return it.
+        """Replace the value of each key in `values` by the value in the checkpoint, and return `values`.
 
-        Tensors are overwritten in place, DTensors only in this rank's part, and bytes are replaced. This is
-        no collective call. `dcp.load` is one, only to sort the keys; that of torch 2.3 also waits for ranks
-        outside of the group.
+        Tensors are overwritten in place. For a DTensor, only this rank's part is read. Bytes are replaced.
+
+        This is not a collective call. `dcp.load` is not used, because it is a collective call, only to sort
+        the keys. In torch 2.3, it also waits for ranks outside of the group.
         """
         reader = dcp.FileSystemReader(self.folder)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -430,18 +459,18 @@ class Checkpoint:
 def find_newest(
     path: Path, ranks: Ranks, *, trusts_folder: bool = True
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Find the newest valid checkpoint at `path`, or None if there is none. A collective call.
+    """Find the newest valid checkpoint at `path`, and return it or None. This is a collective call.
 
     The second value says, equally on all ranks, why each newer checkpoint cannot be used.
 
     Parameters
     ----------
-    path : a checkpoint, a folder of them, or a run folder.
-    trusts_folder : whether to take checkpoints of the folder's owner, who may be another user.
+    path : a checkpoint, a folder of checkpoints, or a run folder.
+    trusts_folder : whether to accept checkpoints of the folder's owner, who may be another user.
 
     Raises
     ------
-    UsageError : on every rank, if another node has a newer checkpoint than rank 0, or a node cannot list the
+    UsageError : (on every rank) another node has a newer checkpoint than rank 0, or a node cannot list the
         folder.
     """
     _refuse_newer_elsewhere(path, ranks)
@@ -460,34 +489,34 @@ def find_newest(
 def _iterate_candidates(
     path: Path, problems: dict[Path, str], ranks: Ranks, *, trusts_folder: bool
 ) -> Iterator[disk.StoredCheckpoint]:
-    """Yield on all ranks the checkpoints that rank 0 finds, newest first. Each step is a collective call.
+    """Yield the checkpoints that rank 0 finds, newest first, on all ranks. Each step is a collective call.
 
     Parameters
     ----------
-    problems : gets on rank 0 the reason why a checkpoint is left out, by its path.
+    problems : receives, on rank 0, the paths of unusable checkpoints with the reasons.
     """
     candidates: Iterator[disk.StoredCheckpoint] = iter(())
     if ranks.rank == 0:
         candidates = disk.iterate_valid(path, problems, trusts_folder=trusts_folder)
     while True:
         candidate = ranks.broadcast(next(candidates, None))
-        if candidate is None:  # rank 0 has no more
+        if candidate is None:  # rank 0 has found no more checkpoints
             return
         yield candidate
 
 
 class _NodeReport(NamedTuple):
-    """What a rank sees at the path of the checkpoints."""
+    """What a rank finds at the path of the checkpoints, which may be a disk of its own node."""
 
     newest_name: str
-    """Name of the newest checkpoint, valid or not, or "" if there is none."""
+    """Name of the newest checkpoint, valid or not, or ``""`` if there is none."""
     host: str
     problem: str
-    """Why the path cannot be listed, or ""."""
+    """Why the path cannot be listed, or ``""``."""
 
 
 def _report_newest(path: Path) -> _NodeReport:
-    """Return what this rank sees at the path of the checkpoints, which may be a disk of its node alone."""
+    """Return the newest checkpoint that this rank sees at `path`, which may be a disk of its own node."""
     host = socket.gethostname()
     try:
         checkpoints = disk.checkpoints_at(path)
@@ -501,14 +530,15 @@ def _report_newest(path: Path) -> _NodeReport:
 def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
     """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0.
 
-    Rank 0 reads the checkpoint for all, so the run would go on from an older state without a word.
+    Rank 0 reads the checkpoint for all ranks. Without this check, the run would silently continue from an
+    older state. This is a collective call.
     """
     reports = ranks.gather(_report_newest(path), call="run.restore")
     for report in reports:
         if report.problem:
             raise UsageError(report.problem, where=report.host, hint="name a folder that you can read")
     rank_0 = reports[0]
-    newest = max(reports)  # by their names, such as "step-0000000500", which sort like steps
+    newest = max(reports)  # the first field decides: names such as "step-0000000500" sort like their steps
     if newest.newest_name > rank_0.newest_name:
         raise UsageError(
             f"{newest.host} has {newest.newest_name}, and the newest checkpoint of rank 0 on {rank_0.host} "
@@ -519,9 +549,9 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
 
 
 def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
-    """Raise InvalidCheckpoint, on every rank, if a file differs from its manifest; a collective call.
+    """Raise InvalidCheckpoint on every rank if a file differs from its manifest. This is a collective call.
 
-    The ranks divide the files of a sharded checkpoint. The files of any other checkpoint are read by rank 0.
+    In a sharded checkpoint, each rank checks a part of the files. In any other checkpoint, rank 0 checks all.
     """
     names: Sequence[str] = sorted(candidate.files)
     is_sharded = any(name.startswith("__1_") for name in names)  # rank 1 has written files too
@@ -535,17 +565,18 @@ def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
             raise disk.InvalidCheckpoint(problem)
 
 
-# Time in which a file of another node appears; NFS remembers for some seconds that a name was absent.
+# Longest time until a new file of another node becomes visible. NFS caches for some seconds that a name is
+# absent.
 PATIENCE_S = 10.0
 
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
-    """Raise UsageError, on every rank, if the ranks do not all see the same folder; a collective call.
+    """Raise UsageError on every rank if the ranks do not all see the same folder. This is a collective call.
 
     Each rank writes its part of a sharded state, and a checkpoint needs all parts in one folder.
     """
-    # Rank 0 makes a folder, which the other ranks have to see. The first call of `gather` waits until it is
-    # there, and the second until all ranks have looked for it.
+    # Rank 0 creates a folder with a random name, and the other ranks look for it. The first call of `gather`
+    # waits until it exists. The second waits until all ranks have looked for it.
     probe = folder / ranks.broadcast(f"{disk.WRITING}{secrets.token_hex(8)}")
     if ranks.rank == 0:
         probe.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The other ranks of a run: when it meets them, what they agree on, and how it leaves them."""
+"""Connect a run to its other ranks, and end the process in a way that does not crash."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from imgkit_entrypoints.run.stop_requests import StopRequests
 
 
 class _ConnectedRanks(NamedTuple):
+    """The ranks after they have been connected, and the agreement between them."""
+
     ranks: Ranks
-    """With a group for values in host memory."""
+    """The ranks, with a process group for values in host memory."""
     agreement: Agreement
 
 
 class RunConnection:
-    """The ranks of a run. They meet when `ranks` or `agreement` is read for the first time.
+    """The connection between the ranks of a run.
 
-    Until then the program may not have opened its process group yet.
+    The ranks are connected when `ranks` or `agreement` is read for the first time. Earlier is not possible,
+    because the program may not have opened its process group yet.
     """
 
     def __init__(
@@ -46,31 +49,31 @@ class RunConnection:
         self._say = say
         self._connected: _ConnectedRanks | None = None
         self._call_watch: CallWatch | None = None
-        # The process group that this object has opened, and closes.
+        # The process group that this object has opened and must close.
         self._own_group: Any = None
 
     @property
     def is_open(self) -> bool:
-        """Whether the run has met the other ranks."""
+        """Whether the ranks are connected."""
         return self._connected is not None
 
     @property
     def ranks(self) -> Ranks:
-        """The ranks, with a group for values in host memory."""
+        """The ranks, with a process group for values in host memory."""
         return self._connect().ranks
 
     @property
     def agreement(self) -> Agreement:
-        """What the ranks agree on at the ends of steps."""
+        """The exchange of numbers and requests to stop between the ranks."""
         return self._connect().agreement
 
     @property
     def stop(self) -> str:
-        """Why all ranks stop at the next save, or empty while they go on."""
+        """Why all ranks stop at the next save. Empty if they do not stop."""
         return self._connected.agreement.stop if self._connected else ""
 
     def _connect(self) -> _ConnectedRanks:
-        """Meet the other ranks in a new gloo group, if the run has not met them yet."""
+        """Connect the ranks by a new gloo group, unless they are already connected."""
         if self._connected is None:
             ranks = connect_ranks(self.env, self._rank)
             self._own_group = ranks.group
@@ -78,8 +81,8 @@ class RunConnection:
         return self._connected
 
     def use_ranks(self, ranks: Ranks) -> _ConnectedRanks:
-        """Use these ranks and their process group in all calls of the run."""
-        # What the ranks exchange for checkpoints lies in host memory.
+        """Use `ranks` and their process group in all calls of the run."""
+        # For checkpoints, the ranks exchange values in host memory, which needs a group without a GPU.
         host_ranks = ranks if ranks.device.type == "cpu" else with_new_group(ranks)
         agreement = Agreement(ranks, self._requests.find_reasons, self.log)
         self._connected = _ConnectedRanks(host_ranks, agreement)
@@ -88,44 +91,51 @@ class RunConnection:
         return self._connected
 
     def report(self, text: str) -> None:
-        """Report a line on rank 0."""
+        """Report a line to the user on rank 0. Other ranks do nothing."""
         if self._rank == 0:
             self._say(text)
 
     def wait_for_last_numbers(self, step: int) -> None:
-        """Wait for the last numbers of ranks that may have taken different numbers of steps."""
+        """Wait for the last numbers of all ranks, and write the last line of the log.
+
+        Raises
+        ------
+        CheckFailed : (on every rank) the ranks have taken different numbers of steps.
+        """
         self.agreement.wait_for_ranks(step, "the end of the run")
         self.log.write_line(step)
 
     def stop_watching(self) -> None:
-        """End the watch over the calls of the ranks."""
+        """Stop the thread that checks for ranks in different calls."""
         if self._call_watch is not None:
             self._call_watch.close()
 
     def close_group(self) -> None:
-        """Free the process group of the run."""
+        """Destroy the process group that the run has opened."""
         if self._own_group is not None:
             dist.destroy_process_group(self._own_group)
 
 
-# Exit codes of runs that were stopped. The last one counts, whatever destructors do then.
+# Exit codes of runs that were stopped. The process ends with the last code, see `_end_in_order`.
 _EXIT_CODES: list[int] = []
 
 
 def end_program(code: int) -> NoReturn:
-    """Raise SystemExit, and see to it that the process ends with this code."""
+    """Raise SystemExit, and make sure that the process ends with this exit code."""
     _EXIT_CODES.append(code)
     raise SystemExit(code)
 
 
 def _end_in_order() -> None:
-    """Free the process group before the interpreter is finalized.
+    """Free process groups before the interpreter shuts down.
 
-    gloo's threads release their last works late. A thread that asks a finalizing interpreter for its lock
-    ends the process by SIGABRT, also after a correct run of a bare DDP loop.
+    gloo's threads release their last work objects late. If a thread then requests the lock of an interpreter
+    that is shutting down, the process ends with SIGABRT. This happens even after a correct run of a simple
+    DDP loop.
     """
     gc.collect()
-    if _EXIT_CODES:  # a model in a global variable still keeps its group
+    # A model in a global variable still has its group. So a stopped run skips the rest of the shutdown.
+    if _EXIT_CODES:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(_EXIT_CODES[-1])

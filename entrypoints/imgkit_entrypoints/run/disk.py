@@ -1,9 +1,9 @@
-"""What a run keeps on disk: the lock on its folder, and its checkpoints. This module imports no torch.
+"""Store the checkpoints of a run on disk, and lock the run's folder. This module does not import torch.
 
-A checkpoint is a folder, complete or absent, however the writer ends. It is written under a temporary name,
-each file and the folder are synced, and then it is renamed. Its manifest names exactly the files that are
-there, with size and sha256 of each, and has a sha256 of its own. It is JSON, and is compared with the files
-before anything unpickles one of them.
+A checkpoint is a folder. Even if the writer is killed, the folder is either complete or absent: it is written
+under a temporary name, each file and the folder are synced, and then the folder is renamed. The manifest of a
+checkpoint lists exactly its files, with the size and sha256 of each, and contains a sha256 of itself. It is a
+JSON file, and is compared with the files before any of them is unpickled.
 """
 
 from __future__ import annotations
@@ -26,40 +26,41 @@ from imgkit_entrypoints import fence, files, json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.launch import stop_protocol
 
-# Version of the manifest. A change of what a checkpoint holds needs another one.
+# Version of the manifest. It must change when the content of a checkpoint changes.
 SCHEMA = 2
-# Name of the folder of checkpoints in a run folder.
+# Name of the folder in a run folder that contains the checkpoints.
 FOLDER = "checkpoints"
-# How the name of each checkpoint begins: ``step-0000000500``.
+# Prefix in the name of a checkpoint: ``step-0000000500``.
 STEP = "step-"
 MANIFEST = "manifest.json"
-# How the name of a checkpoint begins that is being written, and of one that is being removed.
+# Prefixes in the names of checkpoints that are being written, and that are being removed.
 WRITING, LEAVING = f"{files.TEMPORARY}writing-", f"{files.TEMPORARY}leaving-"
-# How the name of a checkpoint begins that could not be read, and that a later run has left to its user.
+# Prefix in the name of a checkpoint that could not be read. It is never removed, so that the user can inspect
+# it.
 SKIPPED = "skipped-"
-# Bytes that are read at once for a sha256.
+# Number of bytes that are read at once to compute a sha256.
 CHUNK_BYTES = 4 << 20
 
 FileEntry = dict[str, Any]
-"""What a manifest has about a file: ``{"size_bytes": 4096, "sha256": "9f86..."}``."""
+"""The entry of a file in a manifest: ``{"size_bytes": 4096, "sha256": "9f86..."}``."""
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the folder name of a step's checkpoint. Names sort like steps."""
+    """Return the folder name for the checkpoint of a step. Sorted by name, checkpoints are sorted by step."""
     return f"{STEP}{step:010d}"
 
 
 def make_temporary_folder(folder: Path, step: int) -> Path:
-    """Make a temporary folder in `folder` for a step's checkpoint, which `commit` renames.
+    """Create a temporary folder in `folder` for the checkpoint of a step. `commit` renames it.
 
     Raises
     ------
-    OSError : it cannot be made, or a later attempt of the run has begun (fence.py).
+    OSError : the folder cannot be created, or a later attempt of the run has begun (fence.py).
     """
     fence.check_fence(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
-    # Random: what an earlier run has left under the same name may be impossible to remove.
+    # The name is random, because a folder that an earlier run has left may be impossible to remove.
     temporary = folder / f"{WRITING}{checkpoint_name(step)}.{secrets.token_hex(4)}"
     temporary.mkdir()
     return temporary
@@ -73,27 +74,28 @@ def commit(
     keep: int,
     warn: Callable[[str], None] = print,
 ) -> Path:
-    """Rename a folder whose files are complete and synced, and remove all checkpoints but the `keep` newest.
+    """Make a temporary folder a checkpoint, and remove all checkpoints except the `keep` newest.
 
-    Checkpoints of later steps are removed too, since the run was resumed from before them. Those of another
-    user stay. A checkpoint that cannot be removed, for example because another process holds a file of it
-    open on NFS, stays too, and `warn` gets a line about it.
+    The files in the folder must be complete and synced. Checkpoints of later steps are removed, too, because
+    the run was resumed from an earlier step. Checkpoints of another user are kept. A checkpoint may be
+    impossible to remove, for example because another process has one of its files open on NFS. It is also
+    kept, and `warn` receives a message.
 
     Parameters
     ----------
-    entries : what the manifest has about each file, by name.
+    entries : the entry of each file in the manifest, by file name.
 
     Raises
     ------
-    OSError : the checkpoint could not be written, another user has one of this step, or a later attempt of
-        the run has begun (fence.py). Older checkpoints are unchanged.
+    OSError : the checkpoint could not be written, another user has a checkpoint of this step, or a later
+        attempt of the run has begun (fence.py). Older checkpoints are unchanged.
     """
     folder = temporary.parent
     target = folder / checkpoint_name(step)
-    suffix = temporary.suffix  # random, so it differs from the suffixes of earlier runs
+    suffix = temporary.suffix  # it is random, so it differs from the suffixes of earlier runs
     manifest = json_text.seal({"schema": SCHEMA, "step": step, "files": dict(entries)})
     files.write_file(temporary / MANIFEST, json.dumps(manifest))
-    # As late as possible: a later attempt may have begun while the files were written.
+    # Check as late as possible, because a later attempt may have begun while the files were written.
     fence.check_fence(os.environ)
     if os.path.lexists(target):
         owner = files.foreign_owner(target, folder.parent)
@@ -112,18 +114,21 @@ def commit(
 
 
 def _rename_for_removal(checkpoint: Path, suffix: str) -> None:
-    """Rename a checkpoint that `_remove_leftovers` removes. If it is removed halfway, it must not count."""
+    """Rename a checkpoint, so that `_remove_leftovers` removes it.
+
+    If the removal is interrupted, the rest of the folder does not count as a checkpoint.
+    """
     checkpoint.rename(checkpoint.with_name(f"{LEAVING}{checkpoint.name}{suffix}"))
 
 
 def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
-    """Return the checkpoints of this user to remove: all but `newest` and the `keep - 1` just before it."""
+    """Return the checkpoints of this user to remove: all except `newest` and the `keep - 1` before it."""
     old_checkpoints = []
     remaining = 0
     for path in newest_first(folder):
         if files.foreign_owner(path, folder.parent):
             continue
-        is_later = path.name > newest.name  # from before the run was resumed at an earlier step
+        is_later = path.name > newest.name  # written before the run was resumed from an earlier step
         if is_later or remaining == keep:
             old_checkpoints.append(path)
         else:
@@ -132,11 +137,11 @@ def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
 
 
 def set_aside(checkpoints: Iterable[Path]) -> None:
-    """Rename checkpoints that could not be read to ``skipped-...``, so that `commit` removes none of them.
+    """Rename checkpoints that could not be read to ``skipped-...``, so that `commit` does not remove them.
 
     Raises
     ------
-    OSError : one cannot be renamed, or a later attempt of the run has begun (fence.py).
+    OSError : a checkpoint cannot be renamed, or a later attempt of the run has begun (fence.py).
     """
     fence.check_fence(os.environ)
     for path in checkpoints:
@@ -145,12 +150,12 @@ def set_aside(checkpoints: Iterable[Path]) -> None:
 
 
 def describe_file(path: Path) -> FileEntry:
-    """Return what a manifest has about a complete file."""
+    """Return the entry of a complete file for a manifest."""
     return {"size_bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _remove_leftovers(folder: Path) -> list[str]:
-    """Remove what an interrupted writer left, and checkpoints that are being removed; return the problems."""
+    """Remove folders of interrupted writers and checkpoints that are being removed. Return the problems."""
     problems = []
     for path in list(folder.iterdir()):
         if not path.name.startswith((WRITING, LEAVING)):
@@ -163,7 +168,7 @@ def _remove_leftovers(folder: Path) -> list[str]:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove the folder of a checkpoint. Of a link, only the link is removed."""
+    """Remove the folder of a checkpoint. If it is a link, remove only the link."""
     if path.is_symlink():
         path.unlink()
     else:
@@ -171,7 +176,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """Return the checkpoints in `folder`, valid or not, newest first, or [] if it is absent.
+    """Return the checkpoints in `folder`, valid or not, newest first, or ``[]`` if there is no folder.
 
     Raises
     ------
@@ -198,14 +203,14 @@ class StoredCheckpoint(NamedTuple):
 
 
 def read_manifest(folder: Path) -> StoredCheckpoint:
-    """Return the checkpoint in `folder`, if all its files are there and have the sizes in its manifest.
+    """Read the manifest of the checkpoint in `folder`, and compare it with the names and sizes of the files.
 
     The contents of the files are not read here (see `find_damage`).
 
     Raises
     ------
-    InvalidCheckpoint : a file is missing, has another size or is not in the manifest; or the manifest cannot
-        be read, was changed, or has another version or another step than the name of the folder.
+    InvalidCheckpoint : a file is missing, has another size, or is not in the manifest. Or the manifest cannot
+        be read, was changed, has another version, or belongs to another step than the name of the folder.
     """
     path = folder / MANIFEST
     try:
@@ -219,26 +224,27 @@ def read_manifest(folder: Path) -> StoredCheckpoint:
 
 
 def _parse_manifest(folder: Path, manifest: Any) -> StoredCheckpoint:
-    """Return the checkpoint in `folder` as its manifest describes it.
+    """Convert the JSON of a manifest to the checkpoint in `folder`.
 
     Raises
     ------
-    InvalidCheckpoint : it has another version, or another step than the name of the folder.
-    ValueError, KeyError, TypeError, AttributeError : it is not a manifest, or was changed.
+    InvalidCheckpoint : the manifest has another version, or belongs to another step than the folder's name.
+    ValueError, KeyError, TypeError, AttributeError : the JSON is not a manifest, or was changed.
     """
     schema = manifest["schema"]
     if schema != SCHEMA:
         raise InvalidCheckpoint(f"{folder / MANIFEST} has schema {schema}; this imgkit reads {SCHEMA}")
     json_text.unseal(manifest)
     step = int(manifest["step"])
-    # Names sort like steps: an old checkpoint under a later name would count as the newest.
+    # The newest checkpoint is found by the names. So an old checkpoint must not have the name of a later
+    # step.
     if folder.name.startswith(STEP) and folder.name != checkpoint_name(step):
         raise InvalidCheckpoint(f"{folder} contains the checkpoint of step {step}")
     return StoredCheckpoint(folder, step, manifest["files"])
 
 
 def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Raise InvalidCheckpoint if the files have other names or sizes than in the manifest."""
+    """Raise InvalidCheckpoint if names or sizes of the files differ from the manifest's `entries`."""
     sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
     sizes.pop(MANIFEST, None)
     for name in sorted(sizes.keys() | entries.keys()):
@@ -253,7 +259,7 @@ def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> N
 
 
 def find_damage(checkpoint: Path, entries: Mapping[str, FileEntry], names: Collection[str]) -> str:
-    """Return how a file of these `names` differs from its entry in the manifest, or "" if none does."""
+    """Return how one of the files `names` differs from its entry in the manifest, or ``""`` if none does."""
     for name in names:
         path = checkpoint / name
         try:
@@ -277,7 +283,10 @@ def _sha256(path: Path) -> str:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """Return the checkpoints at `path`, newest first: a checkpoint, a folder of them, or a run folder."""
+    """Return the checkpoints at `path`, newest first.
+
+    `path` may be a checkpoint, a folder of checkpoints, or a run folder.
+    """
     if (path / MANIFEST).exists():
         return [path]
     return newest_first(path) or newest_first(path / FOLDER)
@@ -286,18 +295,18 @@ def checkpoints_at(path: Path) -> list[Path]:
 def iterate_valid(
     path: Path, problems: dict[Path, str], *, trusts_folder: bool = False
 ) -> Iterator[StoredCheckpoint]:
-    """Yield checkpoints with a valid manifest, newest first.
+    """Yield the checkpoints at `path` that have a valid manifest, newest first.
 
     Parameters
     ----------
-    path : a checkpoint, a folder of them, or a run folder.
-    problems : gets, for each checkpoint that cannot be used, the reason by its path.
+    path : a checkpoint, a folder of checkpoints, or a run folder.
+    problems : receives the paths of unusable checkpoints, with the reasons.
     trusts_folder : whether to accept checkpoints of the folder's owner, who may be another user.
     """
     is_checkpoint = (path / MANIFEST).exists()
     for folder in checkpoints_at(path):
         try:
-            if not is_checkpoint:
+            if not is_checkpoint:  # a user who names a single checkpoint trusts it
                 _refuse_foreign(folder, path, trusts_folder=trusts_folder)
             checkpoint = read_manifest(folder)
         except InvalidCheckpoint as error:
@@ -307,7 +316,10 @@ def iterate_valid(
 
 
 def _refuse_foreign(checkpoint: Path, folder: Path, *, trusts_folder: bool) -> None:
-    """Raise InvalidCheckpoint for what another user may have put into the folder: it will be unpickled."""
+    """Raise InvalidCheckpoint if another user may have put the checkpoint into the folder.
+
+    A checkpoint will be unpickled, which can run any code.
+    """
     owner = files.foreign_owner(checkpoint, folder, trusts_folder=trusts_folder)
     if owner:
         raise InvalidCheckpoint(f"{checkpoint} belongs to user {owner}")
@@ -317,25 +329,27 @@ def _refuse_foreign(checkpoint: Path, folder: Path, *, trusts_folder: bool) -> N
 
 LOCK = "run.lock"
 _OTHER_FOLDER = "name another folder: Run.start(FOLDER), --run-dir or IMGKIT_RUN_DIR"
-# Time for the processes of an earlier start to end.
+# Longest time to wait for the processes of an earlier start to end.
 PATIENCE_S = 3.0
 # Time between two checks of `wait_until`.
 RETRY_S = 0.1
-# The locks of this process, also those that were closed. A child has none of its parent's.
+# The lock files that this process has opened, including closed ones. A forked child does not inherit POSIX
+# locks.
 _LOCKS: weakref.WeakSet[BinaryIO] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_LOCKS.clear)
 
 
 def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]) -> BinaryIO:
-    """Lock `folder`, which is made if it is absent, until this process ends or the stream is closed.
+    """Lock `folder` until this process ends or the returned stream is closed.
 
-    It is a POSIX lock, since file systems that nodes share support it, and forked processes do not keep it.
-    The lock of a lost node may stay for long. So a later attempt of the same job ignores it: fence.py keeps
-    the workers of the earlier attempt from writing.
+    If the folder does not exist, it is created. A POSIX lock is used, because shared file systems support it,
+    and because forked processes do not inherit it. The lock of a lost node may remain for a long time. So a
+    later attempt of the same job ignores the lock. fence.py prevents the workers of the earlier attempt from
+    writing.
 
     Raises
     ------
-    UsageError : another run holds it, also one of this process; or the folder cannot be written.
+    UsageError : another run, possibly in this process, holds the lock, or the folder is not writable.
     """
     path = folder / LOCK
     if _is_locked_by_process(path):
@@ -348,7 +362,7 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
     job_suffix = _job_suffix(env)
     if wait_until(lambda: _try_lock(stream, path, say), PATIENCE_S):
         holder = f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n"
-        stream.truncate()  # the line of the run before
+        stream.truncate()  # remove the line of the previous run
         stream.write(holder.encode())
         stream.flush()
         return stream
@@ -363,21 +377,21 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
 
 
 def _open_lock(path: Path) -> BinaryIO:
-    """Open the file of a lock, and make it and its folder if they are absent."""
+    """Open the lock file `path`. If the file or its folder does not exist, create it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         stream = files.open_own(path, os.O_RDWR | os.O_CREAT, "r+b")
     except OSError as error:
         problem = f"the run folder cannot be written: {error.strerror}"
         where = str(error.filename or path)
-        # Without `from None`, the traceback of the cause would come below the hint.
+        # Without `from None`, the traceback of the cause would be printed below the hint.
         raise UsageError(problem, where=where, hint=_OTHER_FOLDER) from None
     _LOCKS.add(stream)
     return stream
 
 
 def wait_until(is_met: Callable[[], bool], patience_s: float) -> bool:
-    """Return whether a condition is met within some seconds; it is checked every `RETRY_S`."""
+    """Wait until ``is_met()`` is true, at most `patience_s` seconds. Return whether it is."""
     deadline = time.monotonic() + patience_s
     while not is_met():
         if time.monotonic() > deadline:
@@ -387,10 +401,10 @@ def wait_until(is_met: Callable[[], bool], patience_s: float) -> bool:
 
 
 def _is_locked_by_process(path: Path) -> bool:
-    """Return whether another run of this process has the lock.
+    """Return whether another run in this process holds the lock.
 
-    A POSIX lock does not exclude its own process: a second request for it would succeed, and the first close
-    of either stream would drop the lock.
+    POSIX locks do not work inside a single process. A second lock of the same process would succeed, and
+    closing either stream would release the lock.
     """
     for stream in _LOCKS:
         if stream.closed or not path.exists():
@@ -401,9 +415,10 @@ def _is_locked_by_process(path: Path) -> bool:
 
 
 def _job_suffix(env: Mapping[str, str]) -> str:
-    """Return the end of the lock's line, which the attempts of one job have in common: `` of 1234``.
+    """Return the end of the line in the lock file, by which the attempts of a job recognize each other.
 
-    It names the job's id, or the token of a start without a job; it is empty outside of dist-run.
+    An example is `` of 1234``, where 1234 is the id of the job. Without a job, it is the token of the start.
+    Outside of dist-run, the text is empty.
     """
     if not env.get("IMGKIT_ATTEMPT"):
         return ""
@@ -414,7 +429,10 @@ def _job_suffix(env: Mapping[str, str]) -> str:
 
 
 def _try_lock(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
-    """Return False if another process has the lock. Where file locks do not work, warn and go on without."""
+    """Try to take the lock. Return False if another process holds it.
+
+    If the file system does not support locks, warn the user, and return True.
+    """
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -1,8 +1,9 @@
-"""The weights in a checkpoint as one safetensors file: ``dist-train export``, in one process.
+"""Write the weights in a checkpoint to one safetensors file, in one process (``dist-train export``).
 
-The format is that of huggingface/safetensors: the length of a JSON header in 8 bytes, little-endian; the
-header, which names each tensor with its type, its shape and the range of its bytes; and these bytes, without
-gaps. Images may lack the package, so this module writes the format itself.
+The format is that of huggingface/safetensors. A file begins with the length of a JSON header, in 8 bytes,
+little-endian. The header lists the name, type, shape and byte range of each tensor. The bytes of the tensors
+follow without gaps. An image may not contain the package safetensors, so this module writes the format
+itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from imgkit_entrypoints.run.checkpoint import Checkpoint
 
-# torch's types, and their names in the format.
+# Names of torch's types, with their names in a safetensors file.
 TYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -40,7 +41,7 @@ TYPES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-# Names of the objects that are taken without ``--part``: those of dist-train and of most programs.
+# Names of tracked objects that are exported without ``--part``. dist-train and most programs use these names.
 MODELS = ("weights", "model")
 OPTIONS = (
     Option("checkpoint", "a checkpoint, a folder of them, or a run folder", Path),
@@ -100,25 +101,30 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
 
 
 def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, str]:
-    """Return the names of a model's weights, each with its key in the checkpoint.
+    """Return a dict from the name of each weight of a model to its key in the checkpoint.
 
-    Tied weights, such as an embedding and an output layer that are one tensor, share a key.
+    Tied weights share a key. An example is one tensor that is both an embedding and an output layer.
+
+    Parameters
+    ----------
+    part : name of the tracked model. None means the first of `MODELS` that is in the checkpoint.
 
     Raises
     ------
     UsageError : the checkpoint has no such object, the object is not a model, or a weight has a type that a
-        safetensors file cannot hold.
+        safetensors file cannot store.
     """
     from imgkit_entrypoints.run.state_tree import TensorRef
 
     where = str(checkpoint.folder)
     name = _find_model(checkpoint, part)
     tree = checkpoint.tree(name)
+    # The state of a model is a flat dict of tensors. That of an optimizer, for example, is nested.
     if not isinstance(tree, dict) or any(isinstance(leaf, dict | list) for leaf in tree.values()):
         raise UsageError(f"{name} is not the state of a model", where=where, hint="name another: --part")
     keys = {}
     for weight, leaf in tree.items():
-        if not isinstance(leaf, TensorRef):
+        if not isinstance(leaf, TensorRef):  # a value that is not a tensor, and so not a weight
             continue
         type_name = _type_name(checkpoint.tensors[leaf.key].dtype)
         if type_name not in TYPES:
@@ -147,7 +153,7 @@ def _find_model(checkpoint: Checkpoint, part: str | None) -> str:
 
 
 def _type_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a type, such as ``bfloat16``."""
+    """Return the name of a type without the prefix: ``torch.bfloat16`` -> ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -158,10 +164,11 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
 
     Parameters
     ----------
-    weights : the key in the checkpoint of each weight.
+    weights : the name of each weight, with its key in the checkpoint.
     """
     first_names: dict[str, str] = {}
-    # Tied weights as safetensors.torch.save_model notes them; its load_model ties them again.
+    # The metadata maps each other name of a tied weight to its first name, as safetensors.torch.save_model
+    # does. Its load_model ties the weights again.
     metadata = {"format": "pt", "step": str(checkpoint.step)}
     for name, key in weights.items():
         if key in first_names:
@@ -169,7 +176,7 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
         else:
             first_names[key] = name
     keys = sorted(first_names, key=lambda key: first_names[key])
-    # The largest elements first, so that each tensor begins at a multiple of their size.
+    # Tensors with the largest elements come first. So each tensor begins at a multiple of its element size.
     keys.sort(key=lambda key: checkpoint.tensors[key].dtype.itemsize, reverse=True)
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
@@ -180,19 +187,20 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
         header[first_names[key]] = entry
         start = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the tensors at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # in the format, the tensors begin at a multiple of 8 bytes
     stream.write(len(text).to_bytes(8, "little") + text)
     for key in keys:
+        # Read one tensor at a time, so that memory needs to hold only the largest one.
         tensors = checkpoint.read_tensors([key])
         stream.write(_tensor_bytes(tensors[key]))
 
 
 def _tensor_bytes(tensor: Tensor) -> bytearray:
-    """Return the bytes of a tensor in host memory, without NumPy, which an image may lack."""
+    """Return the bytes of a tensor in host memory. NumPy is not used, as an image may not contain it."""
     import torch
 
     content = bytearray(tensor.numel() * tensor.element_size())
-    if content:  # torch.frombuffer refuses an empty one
+    if content:  # torch.frombuffer refuses an empty buffer
         source = tensor.reshape(-1).view(torch.uint8)
         torch.frombuffer(content, dtype=torch.uint8).copy_(source)
     return content

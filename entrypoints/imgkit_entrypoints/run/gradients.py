@@ -1,4 +1,4 @@
-"""Gradients that wait for their optimizer. A checkpoint has no gradients, so a save waits."""
+"""Delay a save while gradients wait for their optimizer, because a checkpoint does not contain gradients."""
 
 from __future__ import annotations
 
@@ -11,47 +11,48 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from imgkit_entrypoints.run.tracked import TrackedObjects, iterate_parameters
 
-# Steps by which a save waits at most. A GAN may have gradients that it never uses.
+# The largest number of steps for which a save waits. A GAN may have gradients that it never uses.
 MAX_WAITING_STEPS = 32
-# Gradients of an optimizer that are looked at. One backward pass makes all of them, so a few are enough.
+# Number of gradients of an optimizer that are checked. A backward pass computes all gradients, so a few are
+# enough.
 MAX_GRADIENTS = 8
-# Attribute of a gradient with its version when the optimizer used it. A later backward pass changes the
-# version, or makes another tensor.
+# Attribute of a gradient that stores its version when the optimizer used it. A later backward pass changes
+# the version or creates another tensor.
 _USED_VERSION = "_imgkit_used"
 
 
 class PendingGradients:
-    """Watches when the tracked optimizers use the gradients of their weights."""
+    """Observes when the tracked optimizers use the gradients of their weights."""
 
     def __init__(self, tracked: TrackedObjects, say: Callable[[str], None]) -> None:
         self._tracked = tracked
         self._say = say
-        # Keys of the optimizers that were called since the latest step of the run began.
+        # Keys of the optimizers that have taken a step since the latest step of the run began.
         self._stepped: set[int] = set()
-        # Steps by which the present save has waited.
+        # Number of steps for which the current save has waited.
         self._waiting_steps = 0
         self._has_reported = False
         self._hook = register_optimizer_step_post_hook(self._on_optimizer_step)
 
     def close(self) -> None:
-        """Stop watching the optimizers."""
+        """Stop observing the optimizers."""
         self._hook.remove()
 
     def begin_step(self) -> None:
-        """Forget the optimizers that were called in earlier steps of the run."""
+        """Begin a new step of the run, in which no optimizer has taken a step yet."""
         self._stepped.clear()
 
     @property
     def has_stepped(self) -> bool:
-        """Whether a tracked optimizer was called since the latest step of the run began."""
+        """Whether a tracked optimizer has taken a step since the latest step of the run began."""
         return bool(self._stepped)
 
     def delay_save(self) -> bool:
-        """Return whether the save that is due now has to wait for an optimizer, and count the steps it waits.
+        """Return whether a due save must wait for an optimizer. Count the steps for which it waits.
 
-        It waits while gradients are there that no optimizer step has used, since a checkpoint keeps none.
-        The first such step reports that the save waits. After `MAX_WAITING_STEPS` a warning is reported, and
-        the save no longer waits.
+        A save waits while there are gradients that no optimizer step has used, because a checkpoint does not
+        contain gradients. The first time, the user is told that the save waits. After `MAX_WAITING_STEPS`
+        steps, a warning is reported, and the save no longer waits.
         """
         name = self._find_pending()
         if not name:
@@ -72,7 +73,7 @@ class PendingGradients:
         return self._waiting_steps <= MAX_WAITING_STEPS
 
     def _find_pending(self) -> str:
-        """Return the name of a tracked object with gradients that no optimizer step has used yet, or ""."""
+        """Return the name of a tracked object whose gradients no optimizer step has used yet, or ``""``."""
         for name, value in self._tracked.objects.items():
             if isinstance(value, Optimizer) and self._has_unused_gradients(value):
                 return name
@@ -81,7 +82,7 @@ class PendingGradients:
         return ""
 
     def _has_unused_gradients(self, optimizer: Optimizer) -> bool:
-        """Return whether a backward pass has changed gradients since the last step of their optimizer."""
+        """Return whether a backward pass has changed gradients since the last step of `optimizer`."""
         if _optimizer_key(optimizer) in self._stepped:
             return False
         for gradient in _first_gradients(optimizer):
@@ -90,7 +91,7 @@ class PendingGradients:
         return False
 
     def _on_optimizer_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note that an optimizer has used its gradients, if it is tracked. torch calls this for all."""
+        """Record that a tracked optimizer has used its gradients. torch calls this for every optimizer."""
         key = _optimizer_key(optimizer)
         if key not in map(_optimizer_key, self._tracked.optimizers):
             return
@@ -100,7 +101,10 @@ class PendingGradients:
 
 
 def _optimizer_key(optimizer: Optimizer) -> int:
-    """Return the id of an optimizer's first weight, which a wrapper around the optimizer has too."""
+    """Return a key for an optimizer: the id of its first weight.
+
+    A wrapper around the optimizer has the same weights, so it gets the same key.
+    """
     return id(next(iterate_parameters(optimizer), optimizer))
 
 
@@ -116,10 +120,11 @@ def _first_gradients(optimizer: Optimizer) -> list[Tensor]:
 
 
 def holds_back_gradients(model: nn.Module) -> bool:
-    """Return whether a model has gradients that are not added up over the ranks yet.
+    """Return whether a model has gradients that have not been added up over the ranks yet.
 
-    FSDP2 keeps them apart from the parameters after ``set_requires_gradient_sync(False)`` and
-    ``set_requires_all_reduce(False)``, and has no public way to ask: these names are of torch 2.6 to 2.13.
+    After ``set_requires_gradient_sync(False)`` and ``set_requires_all_reduce(False)``, FSDP2 stores such
+    gradients separately from the parameters. There is no public function to find them. The private names
+    below are valid for torch 2.6 to 2.13.
     """
     for module in model.modules():
         for group in _fsdp_groups(module):
@@ -131,7 +136,7 @@ def holds_back_gradients(model: nn.Module) -> bool:
 
 
 def _has_own_gradient(fsdp_param: Any) -> bool:
-    """Return whether this rank has a gradient of a whole parameter that is not divided into shards yet."""
+    """Return whether this rank has a gradient of a complete parameter, not yet divided into shards."""
     if fsdp_param.unsharded_accumulated_grad is not None:
         return True
     unsharded_param = getattr(fsdp_param, "_unsharded_param", None)
@@ -139,12 +144,12 @@ def _has_own_gradient(fsdp_param: Any) -> bool:
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:
-    """Return FSDP2's groups of the parameters of a module, or [] if FSDP2 does not shard it."""
+    """Return FSDP2's parameter groups of a module, or ``[]`` if FSDP2 does not shard the module."""
     if not hasattr(module, "_get_fsdp_state"):
         return []
     state = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)  # older releases have a single group for each module
+    group = getattr(state, "_fsdp_param_group", None)  # older releases have one group per module
     return [] if group is None else [group]

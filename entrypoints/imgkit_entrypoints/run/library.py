@@ -1,4 +1,4 @@
-"""Checkpoints of another library, such as accelerate, which the run's own checkpoints name."""
+"""Use checkpoints of another library, such as accelerate. The run's own checkpoints store their paths."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from imgkit_entrypoints.run.run import Run
 
-# Folders in turn: for the newest checkpoint, for the one before, which the run may still name, and for the
-# one that is being written.
+# Number of folders for checkpoints: one for the newest checkpoint, one for the previous checkpoint, to which
+# the run may still refer, and one for the checkpoint that is being written.
 _SLOTS = 3
 
 
 class LibraryCheckpoint:
     """The newest checkpoint of another library that all ranks have finished.
 
-    The library saves to `next_path()`, and `run.save()` after it makes this checkpoint count. If the program
-    is killed before, the next start resumes from the one that counted until then. `run.restore` sets `path`.
+    First, the library saves to `next_path()`. Then `run.save()` makes this checkpoint valid. If the program
+    is killed in between, the next start resumes from the previous valid checkpoint. `run.restore` sets
+    `path`.
     """
 
     def __init__(self, run: Run) -> None:
         self.path: Path | None = None
-        """Its path in the run's folder, or None if there is no checkpoint."""
+        """Path of the checkpoint in the run's folder, or None if there is no checkpoint."""
         self.step = 0
-        """The run's steps when it was taken."""
+        """Number of steps that the run had done when the checkpoint was taken."""
         self._run = run
         self._count = 0
         run.track(library_checkpoint=self)
@@ -34,11 +35,11 @@ class LibraryCheckpoint:
     def next_path(self, path: str | Path | None = None) -> Path:
         """Return the path for a checkpoint of this step, the same on all ranks.
 
-        Three folders take turns, so that a save that is interrupted leaves the one before it complete.
+        Three folders are used in turn. So an interrupted save does not damage the previous checkpoint.
 
         Parameters
         ----------
-        path : in the run's folder, for a library that names and removes its checkpoints itself.
+        path : a path in the run's folder, for a library that names and removes its checkpoints itself.
         """
         self._count += 1
         self.step = self._run.step
@@ -47,6 +48,7 @@ class LibraryCheckpoint:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that the run saves."""
+        # The path is relative, so that the run's folder can be moved.
         path = self.path and os.path.relpath(self.path, self._run.folder)
         return {"path": path, "step": self.step, "count": self._count}
 
@@ -55,7 +57,7 @@ class LibraryCheckpoint:
 
         Raises
         ------
-        ValueError : the checkpoint is no longer there, or lies outside of the run's folder.
+        ValueError : the checkpoint no longer exists, or its path is outside of the run's folder.
         """
         self.path = None
         self.step = int(state["step"])
@@ -64,7 +66,7 @@ class LibraryCheckpoint:
         if path is None:
             return
         self.path = self._run.folder / path
-        # A checkpoint is only as trustworthy as the run's folder.
+        # The user trusts the run's folder. A path out of it could lead to files of another user.
         if not self.path.resolve().is_relative_to(self._run.folder.resolve()):
             raise ValueError(f"{path} is outside of {self._run.folder}")
         if not self.path.exists():

@@ -1,6 +1,6 @@
-"""What a run knows of a loader: whether it can resume, its sampler and its generators.
+"""Inspect a loader (whether it can resume, its sampler, its random generators), and resume a pass over it.
 
-A resumed pass draws the order of its samples again, and goes on after the batches that were done.
+A resumed pass draws the order of its samples again, and continues after the batches that were done.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from imgkit_entrypoints.run import random_state
 from imgkit_entrypoints.run.random_state import GeneratorStates, restore_generators
 from imgkit_entrypoints.run.tracked import has_state
 
-# The length of a loader that does not tell it. Checkpoints have this value too.
+# The length of a loader without ``len()``. Checkpoints contain this value, so it must not change.
 UNKNOWN_LENGTH = -1
-# Attributes of torch's samplers that decide about the order of samples.
+# Attributes of torch's samplers that determine the order of samples.
 ORDER_OPTIONS = ("shuffle", "seed", "replacement")
 _RESUMABLE_LOADERS = (
     "give a DataLoader over a map-style dataset, a sequence, or a loader with state_dict and "
@@ -29,14 +29,14 @@ _RESUMABLE_LOADERS = (
 
 
 def steps_error(problem: str, hint: str) -> UsageError:
-    """Return the error of a call of `Run.steps`."""
+    """Return an error about a call of `Run.steps`."""
     return UsageError(problem, where="run.steps", hint=hint)
 
 
 def refuse_without_position(loader: Any) -> None:
-    """Raise UsageError if a resumed run could not go on with a pass over `loader` at the same sample.
+    """Raise UsageError if a resumed run could not continue a pass over `loader` at the same sample.
 
-    It can if the loader has a state of its own, or if its batches can be counted and skipped.
+    A run can continue if the loader has a state of its own, or if its batches can be counted and skipped.
     """
     name = type(loader).__name__
     if any(kind.__module__.startswith("accelerate") for kind in type(loader).__mro__):
@@ -55,6 +55,8 @@ def refuse_without_position(loader: Any) -> None:
 
 
 def _is_sequence(loader: Any) -> bool:
+    """Return whether `loader` is a list or a similar object, whose items are the batches."""
+    # DataLoaders are checked separately. The items of a mapping have no positions.
     has_items = hasattr(loader, "__getitem__") and hasattr(loader, "__len__")
     return has_items and not isinstance(loader, DataLoader | Mapping)
 
@@ -77,7 +79,7 @@ def _position_error(problem: str, hint: str) -> UsageError:
 
 
 def loader_length(loader: Any) -> int:
-    """Return the number of batches in a pass, or `UNKNOWN_LENGTH`."""
+    """Return the number of batches in a pass over `loader`, or `UNKNOWN_LENGTH`."""
     try:
         return len(loader)
     except (TypeError, NotImplementedError):
@@ -85,14 +87,17 @@ def loader_length(loader: Any) -> int:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return the sampler of a loader, its batch sampler, and the sampler within that, without absent ones."""
+    """Return the samplers of a loader: its sampler, its batch sampler, and the sampler inside the latter.
+
+    Samplers that the loader does not have are left out.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
     samplers = (getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None))
     return [sampler for sampler in samplers if sampler is not None]
 
 
 def custom_batch_sampler(loader: Any) -> Any:
-    """Return the batch sampler that a program has given to a loader, or None if there is only torch's."""
+    """Return the batch sampler that a program has given to a loader, or None if it is torch's default."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     if type(batch_sampler) is BatchSampler:
         return None
@@ -100,18 +105,19 @@ def custom_batch_sampler(loader: Any) -> Any:
 
 
 def sampler_epoch(loader: Any) -> int | None:
-    """Return the epoch that ``set_epoch`` has given to a sampler of the loader, or None if there is none."""
+    """Return the epoch that ``set_epoch`` has set in a sampler of the loader, or None if there is none."""
     for sampler in _samplers(loader):
         epoch = getattr(sampler, "epoch", None)
-        if type(epoch) is int:
+        if type(epoch) is int:  # not a bool or a method of the same name
             return epoch
     return None
 
 
 def find_unrepeatable_sampler(loader: Any) -> str:
-    """Return the class of a sampler of the program whose random numbers no resume could repeat, or "".
+    """Return the class name of a sampler whose random numbers a resume could not repeat, or ``""``.
 
-    A sampler can repeat them if it is seeded by the epoch, or draws from a generator of its own.
+    Only samplers of the program are checked. A sampler can repeat its random numbers if the epoch is its
+    seed, or if it uses a generator of its own, which checkpoints save.
     """
     if has_state(loader):
         return ""
@@ -126,9 +132,9 @@ def find_unrepeatable_sampler(loader: Any) -> str:
 
 
 def describe_sampler(loader: Any) -> str:
-    """Return the class of the sampler with the options that decide about the order of samples.
+    """Return a text with the class of the sampler and the options that determine the order of samples.
 
-    An example is ``DistributedSampler(shuffle=True, seed=0)``. The text is empty if there is no sampler.
+    An example is ``DistributedSampler(shuffle=True, seed=0)``. If there is no sampler, the text is empty.
     """
     sampler = custom_batch_sampler(loader)
     if sampler is None:
@@ -138,23 +144,26 @@ def describe_sampler(loader: Any) -> str:
     options = []
     for name in ORDER_OPTIONS:
         value = getattr(sampler, name, None)
-        if isinstance(value, int):  # or a bool
+        if isinstance(value, int):  # a bool is an int, too
             options.append(f"{name}={value}")
     return f"{type(sampler).__name__}({', '.join(options)})"
 
 
 def _generators_in(owner: Any) -> list[torch.Generator]:
-    """Return the generators that are attributes of an object."""
+    """Return the random generators of torch that are attributes of `owner`."""
     attributes = getattr(owner, "__dict__", {})
     return [value for value in attributes.values() if isinstance(value, torch.Generator)]
 
 
 def list_generators(loader: Any) -> list[torch.Generator]:
-    """Return the generators of a loader, its samplers and its dataset that a pass uses in this process."""
+    """Return the random generators that a pass over `loader` uses in this process.
+
+    They belong to the loader, its samplers or its data set.
+    """
     owners = [loader, *_samplers(loader)]
-    if isinstance(loader, DataLoader) and loader.num_workers == 0:  # workers draw from copies
+    if isinstance(loader, DataLoader) and loader.num_workers == 0:  # worker processes use copies
         owners.append(loader.dataset)
-    by_id: dict[int, torch.Generator] = {}  # loader and sampler may share one
+    by_id: dict[int, torch.Generator] = {}  # a loader and its sampler may share a generator
     for owner in owners:
         for generator in _generators_in(owner):
             by_id[id(generator)] = generator
@@ -163,7 +172,7 @@ def list_generators(loader: Any) -> list[torch.Generator]:
 
 @dataclass(frozen=True, slots=True)
 class RandomNumbers:
-    """The random numbers of one moment: the states of this process, and of a loader's own generators."""
+    """The states of all random generators at one moment: those of this process and those of a loader."""
 
     process: Mapping[str, Any]
     generators: Sequence[torch.Generator]
@@ -171,31 +180,32 @@ class RandomNumbers:
     """The states of the generators."""
 
     def restore(self) -> None:
-        """Let this process and the generators draw these numbers again."""
+        """Restore all states, so that the process and the loader draw the same random numbers again."""
         random_state.restore(self.process)
         restore_generators(self.generators, self.states)
 
 
 class PassRandom(NamedTuple):
-    """The random numbers of a pass."""
+    """The random states that are needed to resume a pass."""
 
     start: RandomNumbers
-    """The numbers at the start of the pass, from which samplers draw."""
+    """The states at the start of the pass. Samplers draw the order of samples with them."""
     latest: RandomNumbers
-    """The numbers with which the pass goes on after the batches that were done."""
+    """The states with which the pass continues after the batches that were done."""
 
 
 def iterate_from(loader: Any, skip: int, random: PassRandom, *, is_first_pass: bool) -> Iterator[Any]:
-    """Iterate over `loader` without its first `skip` batches.
+    """Return an iterator over `loader` without its first `skip` batches.
 
-    Skipped batches get the random numbers at the start of the pass, and the rest then gets the latest ones.
+    The skipped batches are drawn with the random states from the start of the pass. Then the latest states
+    are restored for the other batches.
 
     Parameters
     ----------
-    is_first_pass : whether a run without a stop would start the loader's workers for this pass.
+    is_first_pass : whether an uninterrupted run would start the loader's workers for this pass.
     """
     if isinstance(loader, DataLoader):
-        # A run without a stop would still have the workers of the pass before.
+        # An uninterrupted run would still have the persistent workers of the previous pass.
         lacks_workers = not is_first_pass and loader.persistent_workers and loader._iterator is None
         if skip or lacks_workers:
             return _iterate_without_reading(loader, skip, random, starts_workers=lacks_workers)
@@ -217,19 +227,22 @@ def skip_items(items: Iterator[Any], count: int) -> None:
 def _iterate_without_reading(
     loader: DataLoader[Any], skip: int, random: PassRandom, *, starts_workers: bool
 ) -> Iterator[Any]:
-    """Iterate over a DataLoader without its first `skip` batches, whose samples are not read.
+    """Return an iterator over a DataLoader without its first `skip` batches.
+
+    The samples of skipped batches are not read. Only the sampler draws their indices.
 
     Parameters
     ----------
-    starts_workers : whether persistent workers start before the pass.
+    starts_workers : whether persistent workers must be started before the pass.
     """
     attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, attribute)
     items_ahead = (loader.prefetch_factor or 0) * loader.num_workers
     try:
         if starts_workers:
-            # Start the workers before the random numbers are restored. Their start draws a number, which the
-            # pass of a run without a stop does not draw. An empty sampler gives them nothing to read.
+            # Start the workers before restoring the random states. Starting them draws a random number, which
+            # the same pass of an uninterrupted run would not draw. With an empty sampler, the workers have
+            # nothing to read.
             _set_sampler(loader, attribute, ())
             next(iter(loader), None)
         random.start.restore()
@@ -242,29 +255,33 @@ def _iterate_without_reading(
 
 
 def _set_sampler(loader: DataLoader[Any], attribute: str, sampler: Any) -> None:
-    vars(loader)[attribute] = sampler  # DataLoader's own __setattr__ refuses this
-    if loader._iterator is not None:  # of workers that are kept
+    """Replace the attribute ``sampler`` or ``batch_sampler`` of a DataLoader."""
+    vars(loader)[attribute] = sampler  # DataLoader.__setattr__ does not allow to change these attributes
+    if loader._iterator is not None:  # persistent workers have an iterator with its own reference
         loader._iterator._index_sampler = sampler
 
 
 @dataclass(frozen=True, slots=True)
 class _SkippingSampler:
-    """A sampler without its first `skip` items, which can be read once."""
+    """A sampler that leaves out the first `skip` items of another sampler. It can be iterated only once."""
 
     sampler: Any
     skip: int
     items_ahead: int
-    """Items that workers get before the first batch arrives.
+    """Number of items that workers request before they return the first batch.
 
-    Before the stop, as many were drawn ahead too. So the latest random numbers are restored after them.
+    Before the stop, the same number of items had been drawn ahead. So the latest random states are restored
+    after these items.
     """
     random: PassRandom
 
     def __iter__(self) -> Iterator[Any]:
-        # Here, and not at the first item: a sampler may draw before the loader draws a seed for its workers.
+        # `iter(self.sampler)` is called here and not in the generator. A sampler may draw random numbers in
+        # `__iter__`, and this must happen before the loader draws a seed for its workers.
         return self._iterate_rest(iter(self.sampler))
 
     def _iterate_rest(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Skip the first items, restore the latest random states, and yield the other items."""
         if self.skip:
             skip_items(items, self.skip)
             items_ahead = list(itertools.islice(items, self.items_ahead))

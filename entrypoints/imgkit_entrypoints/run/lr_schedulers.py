@@ -1,4 +1,4 @@
-"""Learning rate schedulers of the tracked optimizers. An untracked one starts over after a resume."""
+"""Find learning rate schedulers that a program does not track. They would start over after a resume."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from imgkit_entrypoints.errors import UsageError
 
-# Levels of attributes and lists below a tracked object at which a scheduler still belongs to its state, as
-# the schedulers of a SequentialLR in a ChainedScheduler do.
+# How many levels of attributes and lists below a tracked object are searched. For example, a tracked
+# ChainedScheduler may contain a SequentialLR, which contains more schedulers.
 MAX_DEPTH = 5
-# Members of an object that are looked at. A list with more of them holds data, and no schedulers.
+# The largest number of members of an object that are searched. A longer list contains data, not schedulers.
 MAX_MEMBERS = 100
 
 
 class SchedulerSearch:
-    """The searches of a run for untracked schedulers, at its restore and before its saves.
+    """Searches for untracked schedulers when a run is restored and before it saves.
 
-    A search looks at all objects of the process, which takes 0.1 s and more. So it is made only once, and
-    again where an optimizer has more references than at the last one: a scheduler adds a reference.
+    A search looks at all objects of the process, which takes 0.1 s or more. So it is repeated only if an
+    optimizer has more references than at the last search, because every scheduler refers to its optimizer.
     """
 
     def __init__(self) -> None:
@@ -34,8 +34,8 @@ class SchedulerSearch:
     def refuse_untracked(self, objects: Mapping[str, Any]) -> None:
         """Raise UsageError if a tracked optimizer has a scheduler that no checkpoint would save.
 
-        After a resume, such a scheduler would start over. It is saved if it is tracked, or is a part of a
-        tracked object.
+        After a resume, such a scheduler would start over. A scheduler is saved if it is tracked itself, or if
+        it is a part of a tracked object.
         """
         optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
         counts = list(map(sys.getrefcount, optimizers.values()))
@@ -48,21 +48,22 @@ class SchedulerSearch:
             for name, optimizer in optimizers.items():
                 if _has_foreign_scheduler(optimizer, objects):
                     raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
-        # Fewer ones are kept too: a scheduler may add a reference to these.
+        # Store the counts even if they are lower than before, so that one new reference is noticed next time.
         self._reference_counts = counts
 
 
 def _refuse_untracked_torch_schedulers(
     optimizers: Mapping[str, Optimizer], objects: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError if one of torch's schedulers drives a tracked optimizer, and is not tracked."""
+    """Raise UsageError if a scheduler of torch belongs to a tracked optimizer but is not tracked."""
     tracked_ids = {id(value) for value in objects.values()}
     if not _find_untracked_schedulers(optimizers, tracked_ids):
         return
-    # A second, slower search: it knows the schedulers inside of tracked objects, and sees no dropped ones.
+    # The first search found something, so do a second, slower search. It accepts schedulers inside of tracked
+    # objects, and ignores schedulers that the program has dropped.
     for value in objects.values():
         tracked_ids.update(map(id, _iterate_parts(value, MAX_DEPTH)))
-    gc.collect()  # a dropped scheduler may be part of a cycle
+    gc.collect()  # a dropped scheduler may still exist as a part of a reference cycle
     untracked = _find_untracked_schedulers(optimizers, tracked_ids)
     if untracked:
         name, scheduler = untracked[0]
@@ -80,13 +81,13 @@ def _untracked_error(problem: str) -> UsageError:
 def _find_untracked_schedulers(
     optimizers: Mapping[str, Optimizer], tracked_ids: Container[int]
 ) -> list[tuple[str, LRScheduler]]:
-    """Return torch's schedulers whose ids are not in `tracked_ids`, with the names of their optimizers.
+    """Return the schedulers of torch whose ids are not in `tracked_ids`, with the names of their optimizers.
 
-    An optimizer has no list of its schedulers, so this looks once at all objects of the process.
+    An optimizer has no list of its schedulers, so the function looks at all objects of the process.
     """
     untracked = []
     for value in gc.get_objects():
-        # type(), since isinstance() would ask proxies for their __class__, which may raise.
+        # Use type() here: isinstance() reads the attribute __class__, which may raise for a proxy object.
         if not issubclass(type(value), LRScheduler) or id(value) in tracked_ids:
             continue
         for name, optimizer in optimizers.items():
@@ -98,31 +99,33 @@ def _find_untracked_schedulers(
 def _has_foreign_scheduler(optimizer: Optimizer, objects: Mapping[str, Any]) -> bool:
     """Return whether an optimizer has an untracked scheduler of another library, such as timm.
 
-    Such a scheduler shows itself only by the ``initial_lr`` that it sets in the optimizer's groups.
+    The only sign of such a scheduler is the ``initial_lr`` that it sets in the optimizer's groups.
     """
     if not any("initial_lr" in group for group in optimizer.param_groups):
         return False
     for value in objects.values():
-        # A wrapper around the optimizer has the same groups, but is no scheduler.
+        # A wrapper around the optimizer has the same groups, but is not a scheduler.
         if not isinstance(value, Optimizer) and _is_scheduler_of(value, optimizer):
             return False
     return True
 
 
 def _is_scheduler_of(value: object, optimizer: Optimizer) -> bool:
-    """Return whether `value`, or one of its attributes or members, is a scheduler of an optimizer."""
+    """Return whether `value`, or one of its attributes or members, is a scheduler of `optimizer`."""
     return any(_has_optimizer(part, optimizer) for part in _iterate_parts(value, depth=1))
 
 
 def _has_optimizer(value: object, optimizer: Optimizer) -> bool:
-    # A scheduler may hold a wrapper around the optimizer, which has the same list of groups.
+    """Return whether the attribute ``optimizer`` of `value` is `optimizer`, or a wrapper around it."""
+    # A wrapper is another object, but it has the same list of groups.
     owner = getattr(value, "optimizer", None)
     return getattr(owner, "param_groups", None) is optimizer.param_groups
 
 
 def _iterate_parts(value: Any, depth: int) -> Iterator[Any]:
-    """Yield `value` and what it contains in lists, mappings and attributes, down to `depth` levels."""
+    """Yield `value` and the objects in its lists, mappings and attributes, down to `depth` levels."""
     yield value
+    # These classes have many members, and none of them is a scheduler.
     if depth == 0 or isinstance(value, (Optimizer, nn.Module, Tensor)):
         return
     members = _members_of(value)

@@ -1,4 +1,4 @@
-"""``metrics.jsonl`` and its neighbours in a run's folder. This module imports no torch.
+"""Write ``metrics.jsonl`` and similar files into a run's folder, without importing torch.
 
 Only rank 0 writes. A full disk does not end the run.
 """
@@ -19,12 +19,12 @@ METRICS = "metrics.jsonl"
 class MetricsFile:
     """Writes metrics into a run's folder.
 
-    If writing fails, as on a full disk, the first failure is reported and training goes on.
+    If writing fails, for example on a full disk, only the first failure is reported, and training continues.
 
     Parameters
     ----------
-    folder : the run's folder; None: nothing is written.
-    say : gets the message about the first failure.
+    folder : the run's folder. If None, nothing is written.
+    say : a function that receives the message about the first failure.
     """
 
     def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
@@ -33,7 +33,10 @@ class MetricsFile:
         self._has_failed = False
 
     def write(self, write_into: Callable[[Path], object]) -> None:
-        """Call `write_into` with the run's folder. Report the first OSError of all calls, and raise none."""
+        """Call `write_into` with the run's folder.
+
+        An OSError of `write_into` is not raised. Only the first error of all calls is reported.
+        """
         if self._folder is None:
             return
         try:
@@ -44,7 +47,7 @@ class MetricsFile:
             self._has_failed = True
 
     def add(self, values: Mapping[str, Any]) -> None:
-        """Append a line to ``metrics.jsonl``."""
+        """Append `values` to ``metrics.jsonl`` as one line of JSON."""
         line = json.dumps(values) + "\n"
         self.write(lambda folder: files.append_file(folder / METRICS, line.encode()))
 

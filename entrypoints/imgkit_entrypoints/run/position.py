@@ -1,4 +1,4 @@
-"""The position of a run in its data, with the random numbers that belong to it.
+"""Keep the position of a run in its data, and the states of the random generators that belong to it.
 
 A resumed pass over a loader draws the order of its samples again, and skips the batches that were done.
 """
@@ -37,33 +37,33 @@ from imgkit_entrypoints.run.tracked import has_state
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loop:
-    """One of the loops over `Run.steps` in an epoch, and the loader of its latest pass.
+    """A loop over `Run.steps` in the program, with a description of the loader of its latest pass.
 
-    A pass is one walk over the loader. An epoch with two loops has two passes, one of each.
+    A pass is one iteration over the loader. An epoch with two loops has two passes, one for each loop.
     """
 
     passes: int = 0
     """Number of finished passes."""
     batches: int = UNKNOWN_LENGTH
-    """Batches in a pass. `UNKNOWN_LENGTH` also stands for a number that may differ between passes."""
+    """Number of batches in a pass. `UNKNOWN_LENGTH` is also used if it may differ between passes."""
     samples: int = UNKNOWN_LENGTH
-    """Samples in the data set, or in a sequence that is the loader itself."""
+    """Number of samples in the data set, or in the loader if it is a sequence."""
     batch_size: int | None = None
-    """Samples in each batch of a rank. None means unknown."""
+    """Number of samples in each batch of a rank. None means unknown."""
     sampler_epoch: int | None = None
     sampler: str = ""
-    """Class and options of the sampler, or empty if there is none."""
+    """Class and options of the sampler. Empty if there is none."""
 
     @classmethod
     def of_loader(cls, loader: Any, passes: int = 0) -> Loop:
-        """Describe the loop that now goes over `loader` and has finished `passes` passes."""
+        """Describe a loop that iterates over `loader` and has finished `passes` passes."""
         samples = UNKNOWN_LENGTH
         batches = UNKNOWN_LENGTH
         batch_size = 1  # a sequence gives one item in each step
         if isinstance(loader, DataLoader):
             samples = loader_length(loader.dataset)
             batch_size = loader.batch_size
-            # A batch sampler of the program may give more or fewer batches in another pass.
+            # A batch sampler of the program may give another number of batches in each pass.
             if custom_batch_sampler(loader) is None:
                 batches = loader_length(loader)
         elif not has_state(loader):
@@ -80,10 +80,10 @@ class Loop:
 
 @dataclass(slots=True)
 class _GeneratorHistory:
-    """The generators that the loader of a loop uses, and their states."""
+    """The random generators that the loader of a loop uses, and their states at several moments."""
 
     first_states: GeneratorStates
-    """The states at the start of the first pass of all."""
+    """The states at the start of the first pass of the whole run."""
     start_states: GeneratorStates
     """The states at the start of the latest pass."""
     saved_states: GeneratorStates = ()
@@ -94,7 +94,7 @@ class _GeneratorHistory:
     def for_checkpoint(self) -> tuple[GeneratorStates, GeneratorStates, GeneratorStates]:
         """Return the states at the start of the first pass, at the start of the latest pass, and now.
 
-        Between a restore and the first pass, "now" is what the restored checkpoint says.
+        Between a restore and the next pass, the current states are those in the restored checkpoint.
         """
         states = self.saved_states or capture_generators(self.generators)
         return self.first_states, self.start_states, states
@@ -105,16 +105,16 @@ class _UnnamedPass:
     """The latest pass of a loop without a name."""
 
     line: str
-    """Where the program calls `Run.steps`, as FILE:LINE."""
+    """The line of the program that calls `Run.steps`, as FILE:LINE."""
     loop: Loop
     loader: Callable[[], Any]
-    """Returns its loader, or None if the program has dropped it, and for a list or the like."""
+    """A function that returns the loader, or None if the program has dropped it or it is a list or range."""
 
     def may_be_over(self, loader: Any, loop: Loop) -> bool:
-        """Return whether this pass may have gone over `loader`, which `loop` describes.
+        """Return whether this pass may have used `loader`, which `loop` describes.
 
-        It has not if the number or the size of the batches differs, or if its own loader still exists and is
-        another object.
+        The result is False if the number or size of the batches differs, or if the loader of this pass still
+        exists and is another object.
         """
         has_known_length = UNKNOWN_LENGTH not in (self.loop.batches, loop.batches)
         has_same_batches = (self.loop.batches, self.loop.batch_size) == (loop.batches, loop.batch_size)
@@ -126,66 +126,69 @@ class _UnnamedPass:
 
 @dataclass(slots=True, kw_only=True)
 class _Resume:
-    """What the first pass after a restore needs of the checkpoint."""
+    """Values of the checkpoint that the first pass after a restore needs."""
 
     random: Mapping[str, Any]
-    """The random numbers of this process when the checkpoint was taken."""
+    """The random states of this process when the checkpoint was taken."""
     has_same_ranks: bool
+    """Whether the checkpoint was taken with the same number of ranks."""
 
 
 class DataPosition:
-    """Steps, passes (walks over a loader) and batches so far.
+    """The numbers of steps, passes (iterations over a loader) and batches that are done.
 
-    A checkpoint within a pass keeps two states of the random numbers: that at the start of the pass, from
-    which samplers draw the order, and that of the checkpoint. A resumed pass draws its order again from the
-    first state, skips the batches that were done, and goes on with the second state.
+    A checkpoint inside a pass contains two random states. The first is from the start of the pass, where
+    samplers draw the order of samples. The second is from the moment of the checkpoint. A resumed pass draws
+    its order again with the first state, skips the batches that were done, and continues with the second
+    state.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.is_open = False
-        """Whether a pass is under way."""
+        """Whether the program is inside a pass."""
         self.was_left = False
-        """Whether the program has left the latest pass by a ``break``."""
+        """Whether the program has left the latest pass with ``break``."""
         self.loops: dict[str, Loop] = {}
-        """The loops of an epoch by name; a loop that has no name is alone."""
+        """The loops of an epoch by name. A loop without a name, ``""``, is the only loop."""
         self.batch = 0
-        """Batches of the latest pass that are done. 0 means that it is finished."""
+        """Number of batches of the latest pass that are done. 0 means that the pass is finished."""
         self.repeats_epoch = False
-        """Whether the program, before its first pass after a restore, does again what it had done in this
-        epoch before the checkpoint."""
-        # Loop and length of the latest pass.
+        """Whether the program, after a restore and before its next pass, is repeating work of this epoch that
+        it had already done before the checkpoint."""
+        # Name of the loop and number of batches of the latest pass.
         self._name = ""
         self._length = UNKNOWN_LENGTH
         # The loader of the latest pass, if it has a state.
         self._loader: Any = None
-        # The state of this loader when the pass began, until it is compared.
+        # The pickled state of this loader when the pass began, until it is compared with a later state.
         self._loader_start: bytes | None = None
         self._histories: dict[str, _GeneratorHistory] = {}
-        # The random numbers of this process at the start of the latest pass.
+        # The random states of this process at the start of the latest pass.
         self._pass_random: Mapping[str, Any] = {}
         # The latest pass of a loop without a name.
         self._unnamed_pass: _UnnamedPass | None = None
-        # The restored checkpoint, until the first pass after it.
+        # Values of the restored checkpoint, until the first pass after the restore begins.
         self._resume: _Resume | None = None
 
     @property
     def epoch(self) -> int:
-        """Epochs that are finished, with the passes of all their loops."""
+        """Number of finished epochs. An epoch is finished when all its loops have finished their passes."""
         return min((loop.passes for loop in self.loops.values()), default=0)
 
     @property
     def epoch_progress(self) -> float:
-        """Epochs so far, with the share of the present epoch that is done: ``2.25``."""
+        """Number of finished epochs plus the finished share of the current epoch: ``2.25``."""
         passes = float(sum(loop.passes for loop in self.loops.values()))
         if self._length > 0:
             passes += self.batch / self._length
         return passes / max(1, len(self.loops))
 
     def remaining_steps(self, name: str, length: int) -> int:
-        """Return how many steps the next pass of the loop `name` takes, of `length` in a whole pass.
+        """Return the number of steps of the next pass of the loop `name`. A complete pass has `length` steps.
 
-        It is fewer if the restored checkpoint was taken within this pass, and 0 if it was taken after it.
+        The result is smaller if the restored checkpoint was taken inside this pass, and 0 if it was taken
+        after this pass.
         """
         if self.was_finished(name):
             return 0
@@ -194,13 +197,13 @@ class DataPosition:
         return max(0, length - self.batch)
 
     def count_step(self) -> None:
-        """Note that a step is done."""
+        """Count a step as done. Inside a pass, count its batch, too."""
         self.step += 1
         if self.is_open:
             self.batch += 1
 
     def values(self, *, at_start: bool = False) -> dict[str, Any]:
-        """Return the position as a checkpoint stores it, from which `restore` goes on.
+        """Return the position in the form that a checkpoint stores and `restore` expects.
 
         Parameters
         ----------
@@ -216,8 +219,9 @@ class DataPosition:
         }
 
     def rank_values(self) -> dict[str, Any]:
-        """Return the random states of this rank as a checkpoint has them."""
-        if self._resume is not None and self.batch > 0:  # the resumed pass has not gone on yet
+        """Return the random states of this rank in the form that a checkpoint stores."""
+        # If the resumed pass has not begun yet, the states of the restored checkpoint are still valid.
+        if self._resume is not None and self.batch > 0:
             latest = self._resume.random
         else:
             latest = random_state.capture()
@@ -227,13 +231,16 @@ class DataPosition:
     def restore(
         self, values: Mapping[str, Any], random: Mapping[str, Any], world_size: int, ranks: Ranks
     ) -> str:
-        """Go on from a checkpoint. Return a warning if some samples of the epoch come again, or "".
+        """Restore the position from a checkpoint.
+
+        Return a warning for the user if some samples of the epoch will be used again, or ``""``.
 
         Parameters
         ----------
         values : the result of `values` when the checkpoint was taken.
-        random : the result of `rank_values` then.
-        world_size : number of ranks then.
+        random : the result of `rank_values` when the checkpoint was taken.
+        world_size : number of ranks when the checkpoint was taken.
+        ranks : the ranks of the resumed run.
         """
         self.step = values["step"]
         self.batch = values["batch"]
@@ -250,13 +257,15 @@ class DataPosition:
         has_same_ranks = world_size == ranks.world_size
         warning = ""
         if not has_same_ranks:
-            # 6 batches on each of 4 ranks are 12 on each of 2 ranks.
+            # Convert the number of batches. For example, 6 batches on each of 4 ranks are 12 batches on each
+            # of 2 ranks.
             self.batch, remainder = divmod(self.batch * world_size, ranks.world_size)
             if remainder:
                 warning = (
                     f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
                 )
-            # All ranks got the state of rank 0, with which they would draw the same numbers.
+            # All ranks have the random state of rank 0 now, and would draw the same numbers. So each rank
+            # gets another seed.
             seed = int(torch.randint(1 << 62, ()).item())
             random_state.seed_everything(seed + ranks.rank)
         self._resume = _Resume(random=random_state.capture(), has_same_ranks=has_same_ranks)
@@ -265,21 +274,21 @@ class DataPosition:
     def was_finished(self, name: str) -> bool:
         """Return whether the loop had finished its pass of this epoch when the restored checkpoint was taken.
 
-        The program comes to this loop again after the restart, and the loop must not train twice.
+        After a restart, the program reaches this loop again, but must not train the pass again.
         """
         if self._resume is None or name not in self.loops:
             return False
         return self.loops[name].passes > self.epoch
 
     def add_loop(self, name: str) -> None:
-        """Add the loop `name`, whose pass begins, if it is new.
+        """Add the loop `name`, which begins a pass, if it is new.
 
-        Each epoch must have the same loops in the same order, since a resume counts their passes to find its
-        place. So only the first epoch of a new run may add loops.
+        Each epoch must have the same loops in the same order, because a resume finds its position by the
+        number of their passes. So only the first epoch of a new run may add loops.
 
         Raises
         ------
-        UsageError : another loop has to come now in this epoch.
+        UsageError : this epoch must continue with another loop.
         """
         expected = self._next_loop(name)
         # In the first epoch, each loop before this one has finished exactly one pass.
@@ -295,7 +304,7 @@ class DataPosition:
         self.loops.setdefault(name, Loop())
 
     def _next_loop(self, default: str) -> str:
-        """Return the name of the first loop that is not finished in this epoch, or `default`."""
+        """Return the name of the first loop that has not finished its pass of this epoch, or `default`."""
         epoch = self.epoch
         for name, loop in self.loops.items():
             if loop.passes == epoch:
@@ -303,20 +312,20 @@ class DataPosition:
         return default
 
     def begin_unnamed_pass(self, loader: Any, line: str, *, is_next_epoch: bool) -> None:
-        """Begin a pass of a loop without a name, or refuse it if it may be of another loop than the last one.
+        """Record the start of a pass of a loop without a name, and check that it is the same loop as before.
 
-        Both passes are of one loop if they go over the same loader, and either begin at the same line of the
-        program or in different epochs.
+        The latest pass and the new pass belong to the same loop if both use the same loader. In addition,
+        they must begin at the same line of the program or in different epochs.
 
         Parameters
         ----------
-        line : where the program calls `Run.steps`, as FILE:LINE.
+        line : the line of the program that calls `Run.steps`, as FILE:LINE.
         is_next_epoch : whether the program has read `Run.epoch` since the latest pass. Then another line may
-            be the next part of the training.
+            be the next phase of the training.
 
         Raises
         ------
-        UsageError : the passes may be of different loops, which a resume could not tell from each other.
+        UsageError : the passes may belong to different loops, which a resume could not distinguish.
         """
         last = self._unnamed_pass
         loop = Loop.of_loader(loader)
@@ -324,7 +333,7 @@ class DataPosition:
         if last is None:
             return
         if not last.may_be_over(loader, loop):
-            gc.collect()  # the last loader may be part of a cycle that the program has dropped
+            gc.collect()  # a dropped loader may still exist as a part of a reference cycle
         has_same_loader = last.may_be_over(loader, loop)
         if has_same_loader and (line == last.line or is_next_epoch):
             return
@@ -337,11 +346,14 @@ class DataPosition:
         )
 
     def end_last_pass(self, name: str) -> None:
-        """End the latest pass before the loop `name` begins one, if a ``break`` left it at its last batch.
+        """Finish the latest pass, so that the loop `name` can begin a new pass.
+
+        If the program has left the latest pass with ``break`` after its last batch, the pass counts as
+        finished.
 
         Raises
         ------
-        UsageError : the latest pass is still under way, or was left before its last batch.
+        UsageError : the program is still inside the latest pass, or has left it before its last batch.
         """
         last_name = _quote_loop(self._name)
         if self.is_open:
@@ -350,7 +362,7 @@ class DataPosition:
                 "let one loader give the batches of both, for example over a StackDataset; an evaluation "
                 "iterates over its loader without run.steps",
             )
-        if self.batch == 0 or self._resume is not None:  # the pass has ended, or is the one that is resumed
+        if self.batch == 0 or self._resume is not None:  # the pass has ended, or is about to be resumed
             return
         if self.batch == self._length:
             self.finish_pass()
@@ -364,25 +376,25 @@ class DataPosition:
         )
 
     def open_pass(self, loader: Any, name: str) -> Iterator[Any]:
-        """Begin a pass over `loader`, or go on where the checkpoint was taken, and iterate over its batches.
+        """Begin a pass over `loader`, or continue the pass of the checkpoint, and return its batches.
 
         Raises
         ------
-        UsageError : the checkpoint was taken in a pass over another loader.
+        UsageError : the checkpoint was taken inside a pass over another loader.
         """
         resume = self._resume
         loop = Loop.of_loader(loader, self.loops[name].passes)
         if resume is not None and self.batch > 0:
             saved_loop = self.loops[name]
             _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=resume.has_same_ranks)
-            # The size of batches may differ if the number of ranks has changed. For example 10 batches of 32
-            # samples count as 20 batches of 16.
+            # If the number of ranks has changed, the size of batches may differ. For example, 10 batches of
+            # 32 samples count as 20 batches of 16 samples.
             if saved_loop.batch_size and loop.batch_size:
                 self.batch = self.batch * saved_loop.batch_size // loop.batch_size
             random = self._continue_random(loader, name, resume.random)
         else:
             if resume is not None and self.repeats_epoch:
-                # The program has repeated work from before the checkpoint, which has drawn random numbers.
+                # The program has repeated work from before the checkpoint, which has used random numbers.
                 random_state.restore(resume.random)
             random = self._begin_random(loader, name)
         self._resume = None
@@ -404,10 +416,11 @@ class DataPosition:
         return batches
 
     def _begin_random(self, loader: Any, name: str) -> PassRandom:
-        """Return the random numbers at the start of a new pass, and note them for the checkpoints in it."""
+        """Return the random states at the start of a new pass, and keep them for checkpoints in the pass."""
         history = self._history_of(name, loader)
-        # After a restart, the program has made its generators anew. Those that are in their first states go
-        # on from the states in the checkpoint. Any other state was set by the program for this pass.
+        # After a restart, the program has created its generators again. If they have the same states as at
+        # the very first pass, they continue with the states in the checkpoint. Otherwise the program has set
+        # the states for this pass, for example by a seed for the epoch.
         if _are_equal(capture_generators(history.generators), history.first_states):
             restore_generators(history.generators, history.saved_states)
         history.saved_states = ()
@@ -417,11 +430,11 @@ class DataPosition:
         return PassRandom(start, latest=start)
 
     def _continue_random(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
-        """Return the random numbers of a pass within which the checkpoint was taken.
+        """Return the random states of the pass inside which the checkpoint was taken.
 
         Parameters
         ----------
-        random : the random numbers of this process in the checkpoint.
+        random : the random states of this process in the checkpoint.
         """
         history = self._history_of(name, loader)
         latest = RandomNumbers(random, history.generators, history.saved_states)
@@ -430,7 +443,7 @@ class DataPosition:
         return PassRandom(start, latest)
 
     def _history_of(self, name: str, loader: Any) -> _GeneratorHistory:
-        """Return the generators of a loop whose pass over `loader` begins."""
+        """Return the generators and states of the loop `name`, which begins a pass over `loader`."""
         generators = list_generators(loader)
         if name not in self._histories:
             first_states = capture_generators(generators)
@@ -440,20 +453,21 @@ class DataPosition:
         return history
 
     def finish_pass(self) -> None:
-        """Count the pass as finished."""
+        """Count the latest pass as finished."""
         loop = self.loops[self._name]
         self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
         self.batch = 0
         self.is_open = False
 
     def has_unusable_loader_state(self) -> bool:
-        """Return whether the pass is at the end of a loader that could not go on from its state."""
+        """Return whether the program is inside a pass that could not be resumed from the loader's state."""
         return self.is_open and self._loader is not None and has_unusable_state(self._loader)
 
     def refuse_unchanged_loader_state(self) -> None:
         """Raise UsageError if the state of the loader has not changed since its pass began.
 
-        Such a state has no position. One comparison in each pass, at its first checkpoint, is enough.
+        Such a state does not contain the position in the pass. The state is compared only once in each pass,
+        at the first checkpoint.
         """
         start = self._loader_start
         if start is None or not self.is_open:
@@ -468,6 +482,7 @@ class DataPosition:
 
 
 def _quote_loop(name: str) -> str:
+    """Return the text for a loop in messages."""
     return name or "without a name"
 
 
@@ -475,7 +490,7 @@ def _weak_reference(loader: Any) -> Callable[[], Any]:
     """Return a function that returns `loader` until the program drops it, and then None."""
     try:
         return weakref.ref(loader)
-    except TypeError:  # a list or a range
+    except TypeError:  # Python has no weak references to a list or a range
         return lambda: None
 
 
@@ -484,12 +499,13 @@ def _are_equal(states: GeneratorStates, other_states: GeneratorStates) -> bool:
 
 
 def _refuse_other_loader(name: str, saved: Loop, loop: Loop, batch: int, *, has_same_ranks: bool) -> None:
-    """Raise UsageError if a resumed pass would go over another loader, and so get other samples.
+    """Raise UsageError if a resumed pass would use another loader, and so get other samples.
 
     Parameters
     ----------
-    saved, loop : the loop as the checkpoint describes it, and as it is now.
+    saved, loop : description of the loop in the checkpoint, and now.
     batch : number of batches of the pass that were done before the checkpoint.
+    has_same_ranks : whether the checkpoint was taken with the same number of ranks.
     """
     saved_pass = f"the pass of the loop {_quote_loop(name)} in the checkpoint"
     if saved.sampler_epoch != loop.sampler_epoch:
@@ -498,7 +514,7 @@ def _refuse_other_loader(name: str, saved: Loop, loop: Loop, batch: int, *, has_
             f"{saved_pass} had a sampler with {epochs}",
             "for epoch in range(run.epoch, EPOCHS), and sampler.set_epoch(epoch) before run.steps",
         )
-    if not has_same_ranks:  # more or fewer ranks have other batches and samplers anyway
+    if not has_same_ranks:  # with another number of ranks, batches and samplers always differ
         return
     difference = _find_difference(saved, loop, batch)
     if difference:
@@ -510,7 +526,7 @@ def _refuse_other_loader(name: str, saved: Loop, loop: Loop, batch: int, *, has_
 
 
 def _find_difference(saved: Loop, loop: Loop, batch: int) -> str:
-    """Return how a loader differs from the loader in the checkpoint, or "" if it gives the same samples."""
+    """Return how a loader differs from the loader in the checkpoint, or ``""`` if its samples are equal."""
     if _has_other_samples(saved, loop, batch):
         return f"was over {saved.samples} samples, and this loader has {loop.samples}"
     if (saved.batches, saved.batch_size) != (loop.batches, loop.batch_size):
@@ -525,6 +541,6 @@ def _has_other_samples(saved: Loop, loop: Loop, batch: int) -> bool:
     """Return whether a loader cannot give the samples that a resumed pass needs."""
     if loop.batches != UNKNOWN_LENGTH:
         return saved.samples != loop.samples
-    # A list, or a data set with a batch sampler of the program, may have grown since the checkpoint. But the
-    # samples that it had then must still be there.
+    # A list, or a data set with a batch sampler of the program, may have grown since the checkpoint. But it
+    # must not have become smaller.
     return loop.samples != UNKNOWN_LENGTH and loop.samples < max(batch, saved.samples)

@@ -1,4 +1,4 @@
-"""The random numbers of this process: torch's, Python's and NumPy's generators together."""
+"""Save and restore the random number generators of this process: those of torch, Python and NumPy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def seed_everything(seed: int) -> None:
     """Seed the generators of torch, Python and NumPy in this process."""
     torch.manual_seed(seed)
     random.seed(seed)
+    # NumPy is seeded only if the program has already imported it, because the import takes time.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)  # NumPy refuses larger seeds
@@ -26,7 +27,7 @@ def capture() -> dict[str, Any]:
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
-    # Importing NumPy takes time, and where nobody has imported it, nobody has drawn from it.
+    # If NumPy has not been imported, nothing has used its generator. Importing it here would take time.
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         state["numpy"] = numpy.random.get_state()
@@ -40,7 +41,7 @@ def restore(state: Mapping[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
     if "numpy" in state:
-        with contextlib.suppress(ImportError):  # the image of the resume may lack NumPy
+        with contextlib.suppress(ImportError):  # the image of the resumed run may not contain NumPy
             importlib.import_module("numpy").random.set_state(state["numpy"])
 
 
@@ -48,11 +49,11 @@ GeneratorStates = Sequence[torch.Tensor]
 
 
 def capture_generators(generators: Sequence[torch.Generator]) -> GeneratorStates:
-    """Return the states of generators that a program has made."""
+    """Return the states of `generators`, which a program has created itself."""
     return [generator.get_state() for generator in generators]
 
 
 def restore_generators(generators: Sequence[torch.Generator], states: GeneratorStates) -> None:
-    """Restore the states of generators. If there are fewer states, the last generators stay as they are."""
+    """Restore the states of `generators`. If there are fewer states, the last generators are not changed."""
     for generator, state in zip(generators, states, strict=False):
         generator.set_state(state)

@@ -1,4 +1,4 @@
-"""The ranks of a run, and the values that they exchange."""
+"""Connect the ranks of a run, and exchange values between them."""
 
 from __future__ import annotations
 
@@ -12,37 +12,37 @@ import torch.distributed as dist
 
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
-# Names that a message lists before it counts the rest.
+# Number of names that a message lists. It only counts the rest.
 MAX_NAMES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """Ranks and device of this worker. A single rank needs no process group."""
+    """The rank numbers, device and process group of this worker. A single rank needs no process group."""
 
     rank: int
     local_rank: int
     world_size: int
     device: torch.device
     group: Any = None
-    """The process group whose tensors lie on `device`. None means the default one."""
+    """The process group for tensors on `device`. None means the default process group."""
 
     def synchronize(self) -> None:
-        """Wait until the device has finished its work. Otherwise a clock measures only kernel launches."""
+        """Wait until the GPU has finished its work. Otherwise a timer would measure only kernel launches."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def gather(self, value: Any, *, call: str = "") -> list[Any]:
-        """Return the values of all ranks, in the order of the ranks; a collective call.
+        """Return the values of all ranks, in the order of the ranks. This is a collective call.
 
         Parameters
         ----------
-        call : the call of the program that this belongs to, such as ``run.save``. It is compared between the
-            ranks, and named in the message if they differ.
+        call : the call of the program, such as ``run.save``, in which the ranks exchange values. The ranks
+            compare it, to notice that they are in different calls.
 
         Raises
         ------
-        CheckFailed : on every rank, if the ranks are at different calls.
+        CheckFailed : (on every rank) the ranks are in different calls.
         """
         if self.world_size == 1:
             return [value]
@@ -53,7 +53,7 @@ class Ranks:
         return list(values)
 
     def gather_on_rank_0(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, and an empty list elsewhere; a collective call."""
+        """Return the values of all ranks on rank 0, and ``[]`` on other ranks. This is a collective call."""
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = None
@@ -63,7 +63,10 @@ class Ranks:
         return values or []
 
     def scatter(self, values: Sequence[Any]) -> Any:
-        """Return this rank's item of the list that rank 0 gives; a collective call."""
+        """Send one item of rank 0's `values` to each rank, and return this rank's item.
+
+        This is a collective call.
+        """
         if self.world_size == 1:
             return values[0]
         items = None
@@ -74,7 +77,7 @@ class Ranks:
         return received[0]
 
     def broadcast(self, value: Any) -> Any:
-        """Return rank 0's value; a collective call."""
+        """Return the `value` of rank 0 on all ranks. This is a collective call."""
         if self.world_size == 1:
             return value
         received = [value]
@@ -82,15 +85,15 @@ class Ranks:
         return received[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor in host memory with the tensor of rank 0; a collective call."""
+        """Overwrite `tensor`, in host memory, with the tensor of rank 0. This is a collective call."""
         if self.world_size > 1 and tensor.numel():
-            # As bytes, since gloo does not know every type.
+            # Send the bytes, because gloo does not support every type of element.
             content = tensor.reshape(-1).view(torch.uint8)
             dist.broadcast(content, src=0, group=self.group)
 
 
 def refuse_different_calls(calls: Sequence[str]) -> None:
-    """Raise CheckFailed if the ranks are not all at the same call of the program."""
+    """Raise CheckFailed if the ranks are not all in the same call of the program."""
     if len(set(calls)) > 1:
         raise CheckFailed(
             f"the ranks are at different calls: {ranks_by_value(calls)}",
@@ -104,7 +107,8 @@ def connect_ranks(env: Mapping[str, str], expected_rank: int) -> Ranks:
 
     Raises
     ------
-    UsageError : there is no process group yet, or this process has another rank in it than in RANK.
+    UsageError : the program has not opened its process group yet, or the rank of this process in the group
+        differs from `expected_rank`.
     """
     rank = 0
     world_size = 1
@@ -123,12 +127,12 @@ def connect_ranks(env: Mapping[str, str], expected_rank: int) -> Ranks:
         )
     local_rank = int(env.get("LOCAL_RANK", "0"))
     ranks = Ranks(rank=rank, local_rank=local_rank, world_size=world_size, device=torch.device("cpu"))
-    # In a group of their own, the calls of the run cannot mix with those of the program, and use no GPU.
+    # With a group of its own, the calls of the run cannot mix with those of the program, and use no GPU.
     return with_new_group(ranks)
 
 
 def with_new_group(ranks: Ranks) -> Ranks:
-    """Return the same ranks with a new gloo group, for example for a thread; a collective call."""
+    """Return the same ranks with a new gloo group, for example for a thread. This is a collective call."""
     group = None
     if _has_process_group():
         group = dist.new_group(backend="gloo")
@@ -148,9 +152,9 @@ def list_first_names(names: Sequence[str]) -> str:
 
 
 def ranks_by_value(values: Sequence[object]) -> str:
-    """Return a text that names the ranks of each value, the most frequent value last.
+    """Return a text with the ranks that have each value. The most frequent value comes last.
 
-    The values 4, 3, 4 of three ranks give ``rank 1: 3, ranks 0, 2: 4``.
+    If three ranks have the values 4, 3 and 4, the text is ``rank 1: 3, ranks 0, 2: 4``.
     """
     ranks_of: dict[object, list[str]] = {}
     for rank, value in enumerate(values):

@@ -1,4 +1,4 @@
-"""The run of a training loop, as programs use it: when it stops, what it saves, and where it goes on."""
+"""The class `Run`, with which a training program stops on request, saves its state, and resumes."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from imgkit_entrypoints.run.tracked import has_state
 
 
 def _say(text: str) -> None:
+    """Print a message of the run to stderr."""
     terminal.print_messages(f"run: {text}")
 
 
 class Run:
-    """A run: it stops on request, saves its state, and goes on from it. `start` makes one.
+    """A training run that stops on request, saves its state, and resumes from it. `start` creates a run.
 
-    All ranks have to call `restore`, `steps`, `due`, `save` and every other collective call equally often.
-    Call `track` before them.
+    All ranks must make the same number of calls of `restore`, `steps`, `due`, `save` and every other
+    collective call. Call `track` before these.
     """
 
     def __init__(
@@ -58,6 +59,8 @@ class Run:
         rank = int(env.get("RANK", "0"))
         run_folder = folder if keep else None
         self._lock: BinaryIO | None = None
+        # The order matters: a stop file must be refused before it is cleared, and the folder must be locked
+        # before anything in it is changed.
         watched_folder = stop_requests.folder_to_watch(run_folder, env, say)
         if watched_folder is not None:
             watched_folder.refuse_if_stopped()
@@ -91,23 +94,26 @@ class Run:
         ignore_checkpoints: bool = False,
         say: Callable[[str], None] = _say,
     ) -> Run:
-        """Look out for requests to stop, and open the run's folder. This needs no process group.
+        """Create a run: open its folder, and begin to listen for requests to stop.
+
+        This does not need a process group.
 
         Parameters
         ----------
-        folder : the run's folder; by default IMGKIT_RUN_DIR, else ``runs/NAME-OF-THE-PROGRAM``. A new run
-            needs a folder of its own. A relative path starts at the job's folder, also where the program
-            starts elsewhere (``--workdir``).
-        keep : number of checkpoints that stay; 0: the run needs no folder and saves nothing.
-        stop_after_s : seconds after which the run saves and stops by itself. Under dist-run they count from
-            the first attempt, also after a failure; a job that was requeued counts anew.
-        ignore_checkpoints : start anew if the folder has checkpoints and none of them can be read; such a run
-            is refused otherwise. They stay there, renamed to ``skipped-...``.
-        say : gets the run's messages; by default they go to stderr.
+        folder : the run's folder. The default is IMGKIT_RUN_DIR, or else ``runs/NAME-OF-THE-PROGRAM``. A new
+            run needs a folder of its own. A relative path is relative to the job's folder, even if the
+            program starts in another folder (``--workdir``).
+        keep : number of checkpoints to keep. If 0, the run needs no folder and saves nothing.
+        stop_after_s : seconds after which the run saves and stops by itself. Under dist-run, the time begins
+            with the first attempt, even after a failure. It begins again if the job is requeued.
+        ignore_checkpoints : whether to start from the beginning if the folder has checkpoints but none of
+            them can be read. By default, such a run is refused. The checkpoints remain in the folder, renamed
+            to ``skipped-...``.
+        say : a function that receives the run's messages. By default, they are printed to stderr.
 
         Raises
         ------
-        UsageError : a person's file `stop` is in the folder, or another run writes into it.
+        UsageError : the folder contains a file `stop` of a person, or another run writes into the folder.
         """
         program = Path(sys.argv[0]).stem or "program"
         path = Path(folder or os.environ.get("IMGKIT_RUN_DIR") or Path("runs") / program)
@@ -117,17 +123,17 @@ class Run:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Number of steps that are done."""
         return self._loop.read_step()
 
     @property
     def epoch(self) -> int:
-        """Epochs that are done: one pass of each loop over `steps`."""
+        """Number of epochs that are done. An epoch is one pass of each loop over `steps`."""
         return self._loop.read_epoch()
 
     @property
     def stopping(self) -> str:
-        """Why the run stops at the next `save`, or empty while it goes on. All ranks see the same."""
+        """Why the run stops at the next `save`, the same text on all ranks. Empty if it does not stop."""
         return self._connection.stop
 
     def __enter__(self) -> Run:
@@ -152,31 +158,36 @@ class Run:
     def track(self, **objects: Any) -> None:
         """Name the objects whose state belongs to the run: model, optimizer, scheduler, scaler, loader.
 
-        A checkpoint keeps rank 0's state of each, and a resume gives it to all ranks, also where buffers of a
-        model differ between the ranks. Of a loader it keeps one state for each rank. Of models and optimizers
-        that FSDP2 shards it keeps the shards of all ranks. Random states of torch, Python and NumPy always
-        belong to it. A model is saved without the wrappers of DDP and torch.compile. A DataLoader over a
-        map-style dataset needs no state: `steps` counts its batches.
+        A checkpoint stores rank 0's state of each object, and a resume loads it on all ranks, even if buffers
+        of a model differ between the ranks. There are three exceptions:
+
+        * A loader has one state for each rank.
+        * Models and optimizers that FSDP2 shards are saved with the shards of all ranks.
+        * A DataLoader over a map-style dataset needs no state, because `steps` counts its batches.
+
+        A model is saved without the wrappers of DDP and torch.compile. The random states of torch, Python and
+        NumPy are always saved.
 
         Raises
         ------
-        UsageError : an object has no state that a resume could load, or is sharded otherwise than by FSDP2.
+        UsageError : an object has no state that a resume could load, or is sharded in another way than by
+            FSDP2.
         """
         self._track(objects, per_rank=False)
 
     def track_per_rank(self, **objects: Any) -> None:
-        """Name objects whose state each rank keeps for itself, such as its position in the data.
+        """Name objects that have a different state on each rank, such as a position in the data.
 
-        Only as many ranks can resume.
+        Such a run can be resumed only with the same number of ranks.
 
         Raises
         ------
-        UsageError : as `track`.
+        UsageError : as in `track`.
         """
         self._track(objects, per_rank=True)
 
     def _track(self, objects: Mapping[str, Any], *, per_rank: bool) -> None:
-        """Track all objects but loaders whose batches `steps` counts."""
+        """Track all objects except loaders without a state, whose batches `steps` counts."""
         if self._checkpoints.may_write or self._loop.is_started:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in objects.items():
@@ -186,34 +197,36 @@ class Run:
                 self._checkpoints.tracked.add(name, value, per_rank=per_rank)
 
     def connect(self, ranks: Ranks) -> None:
-        """Use a process group of the program. Otherwise the run opens a gloo group, with more connections.
+        """Use a process group of the program instead of a new gloo group, to save connections.
 
-        The calls of the run and of the program must then come in the same order on all ranks.
+        Then all ranks must make the calls of the run and of the program in the same order.
         """
         self._connection.use_ranks(ranks)
 
     def find(self, path: str | Path | None = None) -> Checkpoint | None:
-        """Find the newest whole checkpoint, for a program that needs it before its objects exist.
+        """Find the newest complete checkpoint, for a program that needs it before its objects exist.
 
-        A collective call.
+        This is a collective call.
 
         Parameters
         ----------
-        path : the folder of another run, or one checkpoint; by default this run's folder.
+        path : the folder of another run, or a checkpoint. The default is this run's folder.
 
         Raises
         ------
-        UsageError : there are checkpoints, and none of them can be read.
+        UsageError : there are checkpoints, but none of them can be read.
         """
         return self._checkpoints.find(None if path is None else Path(path))
 
     def restore(self, source: Checkpoint | None = None) -> bool:
-        """Load `source`, or the newest whole checkpoint. Returns False if there is none. A collective call.
+        """Load `source` or the newest complete checkpoint. Return False if there is no checkpoint.
+
+        This is a collective call.
 
         Raises
         ------
-        UsageError : the checkpoint holds other objects, or cannot be read; the ranks differ in a state that
-            is saved only of rank 0; or a scheduler is not tracked, which `steps` and `save` refuse too.
+        UsageError : the checkpoint contains other objects or cannot be read. Or the ranks differ in a state
+            that is saved only on rank 0. Or a scheduler is not tracked, which `steps` and `save` refuse, too.
         """
         is_restored = self._checkpoints.restore(source)
         if is_restored:
@@ -221,23 +234,25 @@ class Run:
         return is_restored
 
     def steps(self, loader: Any, *, name: str = "", save_every: int = 0) -> Steps:
-        """Iterate once over `loader` (one pass). Yields the number of each step, from 1, and its batch.
+        """Iterate once over `loader` (one pass). Yield the number of each step, from 1, and its batch.
 
-        After a restore, the first call goes on where the checkpoint was taken. After the body of each step,
-        the ranks save if it is time, and stop if any of them was asked to. A stop saves the state and raises
-        SystemExit, so that no code after the loop runs except ``finally``. While gradients wait for a tracked
-        optimizer, saves and stops wait too. ``len()`` of the result is the number of steps that are left.
+        After a restore, the first call continues where the checkpoint was taken. After the body of each step,
+        the ranks save if a save is due, and stop if one of them was requested to stop. A stop saves the state
+        and raises SystemExit, so no code after the loop runs except ``finally``. While gradients wait for a
+        tracked optimizer, saves and stops are delayed. ``len()`` of the result is the number of remaining
+        steps.
 
         Parameters
         ----------
-        name : name of this loop, if an epoch has several loops. Each epoch has the same loops in the same
-            order, and a resume skips the loops that were done.
-        save_every : steps between two checkpoints; 0: save only at a stop and at the end of the run.
+        name : name of this loop, if an epoch has several loops. Each epoch must have the same loops in the
+            same order. A resume skips the loops that were done.
+        save_every : number of steps between two checkpoints. If 0, the run saves only at a stop and at its
+            end.
 
         Raises
         ------
-        UsageError : the loader cannot resume, the ranks have loaders of different lengths, another loop has
-            to come now, or a ``break`` has left a pass.
+        UsageError : the loader cannot be resumed, the ranks have loaders of different lengths, the epoch must
+            continue with another loop, or a pass was left with ``break``.
         CheckFailed : the ranks have taken different numbers of steps.
         """
         refuse_without_position(loader)
@@ -249,27 +264,28 @@ class Run:
                 hint="run.track(loader=loader, ...)",
             )
         program_frame = sys._getframe(1)
-        # Loops without a name are told apart by the lines at which the program calls this.
+        # Loops without a name are distinguished by the line of the program that calls this method.
         line = format_line(program_frame)
         return Steps(self._loop, self._position, loader, name, save_every, line)
 
     def log(self, **numbers: Any) -> None:
-        """Note numbers of this step, such as the loss; no call waits for a device or another rank.
+        """Log numbers of this step, such as the loss. A call does not wait for a device or another rank.
 
-        Their means over steps and ranks go to the terminal and to ``metrics.jsonl`` in the run's folder.
-        Every rank logs the same names, or one rank alone logs.
+        The means over steps and ranks are printed, and written to ``metrics.jsonl`` in the run's folder.
+        Either all ranks log the same names, or only one rank logs.
         """
         self._log.add(numbers)
 
     def add_up(self, numbers: AddedNumbers, *, every: int) -> None:
-        """Add up `numbers` over all ranks in place of what `log` gets; a collective call.
+        """Add up `numbers` over all ranks, instead of the numbers of `log`. This is a collective call.
 
-        An error that `numbers.arrived` raises ends the run on all ranks alike, and nothing is saved.
+        If `numbers.arrived` raises an error, the run ends on all ranks, and nothing is saved.
 
         Parameters
         ----------
-        every : most steps between two additions. They come after multiples of this number of steps; if steps
-            are slow, they come more often, after multiples of one of its divisors.
+        every : largest number of steps between two additions. The ranks add up after multiples of this
+            number.
+            If steps are slow, they add up more often, after multiples of one of its divisors.
         """
         self._connection.agreement.numbers = numbers
         self._loop.max_interval = every
@@ -279,65 +295,69 @@ class Run:
         self._pulse.count_sign_of_life()
 
     def begins(self) -> None:
-        """Tell the watchdog that this rank has the next batch; optional in a loop with `due`."""
+        """Tell the watchdog that this rank has the next batch. This is optional in a loop with `due`."""
         if not self._loop.is_started:
             self._loop.start(0)
         self._loop.begin_step()
 
     def looks(self) -> bool:
-        """Return whether the ranks add up their numbers at the end of the step that begins.
+        """Return whether the ranks will add up their numbers at the end of the step that begins now.
 
-        Compute numbers that are costly only in such steps.
+        Compute expensive numbers only in such steps.
         """
         return self._connection.agreement.is_exchange_due(self._position.step + 1)
 
     def due(self, *, save_every: int = 0) -> bool:
-        """End a step of a loop that is not over `steps`, such as one of a library; a collective call.
+        """End a step of a loop that does not use `steps`, such as the loop of a library.
 
-        Returns True if the loop has to call `save` now.
+        Return True if the loop must call `save` now. This is a collective call.
         """
         return self._loop.end_step(save_every)
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Do something between two steps that is no training, such as an evaluation; a collective call.
+        """Run a block between two steps that is not training, such as an evaluation.
 
-        Before it, the ranks wait until all numbers of the earlier steps have been added up. The time that it
-        takes counts for no step, and the random numbers that it draws do not change those of the training.
+        This is a collective call. Before the block, the ranks wait until all numbers of earlier steps have
+        been added up. The time of the block does not count for any step. The random numbers that the block
+        draws do not change those of the training.
         """
         self._connection.agreement.wait_for_ranks(self._position.step, "run.pause")
         state = random_state.capture()
         yield
         random_state.restore(state)
-        # The time of the pause belongs to no step.
+        # Otherwise the time of the pause would count for the next step.
         self._loop.start_clock()
 
     def save(self) -> None:
-        """Save the state; a collective call. After a request to stop this does not return.
+        """Save the state. After a request to stop, this call does not return. It is a collective call.
 
-        The checkpoint is written in the background. At a stop, the run waits until it is whole, and raises
-        SystemExit. In the body of a loop over `steps`, and while gradients wait for their optimizer, the
-        checkpoint is taken at the end of the first step where it can be. After such a loop it is taken where
-        the next pass or the end of the run comes, with what the program changes until then.
+        The checkpoint is written in the background. At a stop, the run waits until the checkpoint is
+        complete, and raises SystemExit.
+
+        The checkpoint is not always taken immediately. In the body of a loop over `steps`, and while
+        gradients wait for their optimizer, it is taken at the end of the first step in which that is
+        possible. After such a loop, it is taken when the next pass begins or the run ends, and includes what
+        the program changes until then.
 
         Raises
         ------
-        UsageError : nothing is tracked, or the folder holds checkpoints that nobody has restored; or weights
+        UsageError : nothing is tracked, or the folder contains checkpoints that were not restored, or weights
             were updated in a step that no call of `due` has ended.
         """
         self._loop.request_save()
 
     def refuse_older(self) -> None:
-        """Insist on a new run, in place of `restore`; a collective call.
+        """Make sure that this is a new run. Call this instead of `restore`. It is a collective call.
 
         Raises
         ------
-        UsageError : the folder holds checkpoints.
+        UsageError : the folder contains checkpoints.
         """
         self._checkpoints.refuse_older()
 
     def wait(self) -> CheckpointWriter:
-        """Wait until the last checkpoint is whole; the result has its step. A collective call."""
+        """Wait until the last checkpoint is complete. The result has its step. This is a collective call."""
         return self._checkpoints.wait()
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: which one it resumes from, when it writes them, and how it ends."""
+"""Restore a run from its newest checkpoint, write its checkpoints, and save the last state at its end."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from imgkit_entrypoints.run.tracked import TrackedObjects
 
 
 class NotSaved(CheckFailed):
-    """The last state of a run that is done could not be written; all ranks raise it."""
+    """The last state of a finished run could not be written. All ranks raise this error."""
 
 
 class RunCheckpoints:
-    """The state of a run, and its checkpoints in the run's folder.
+    """The tracked state of a run, and its checkpoints in the run's folder.
 
     Parameters
     ----------
-    keep : number of checkpoints that stay; 0: none is written or found.
-    ignore_unreadable : whether the run starts anew if no checkpoint in its folder can be read.
+    keep : number of checkpoints to keep. If 0, no checkpoint is written or read.
+    ignore_unreadable : whether the run starts from the beginning if none of its checkpoints can be read.
     """
 
     def __init__(
@@ -57,28 +57,28 @@ class RunCheckpoints:
         self._ignore_unreadable = ignore_unreadable
         self._writer: CheckpointWriter | None = None
         self.restored: Checkpoint | None = None
-        """The checkpoint from which the run goes on, until its first step."""
-        # Digests of the tracked objects after a restore within a pass, until that pass begins.
+        """The checkpoint from which the run was resumed, until its first step."""
+        # Digests of the tracked objects after a restore inside a pass, until that pass begins.
         self._restored_digests: dict[str, str] = {}
         # The position in the last checkpoint.
         self._saved_values = self.position.values()
         self.saved_step = 0
-        """Step of the last save, or of the checkpoint from which the run goes on."""
+        """Step of the last save, or of the checkpoint from which the run was resumed."""
         # Checkpoints in the run's folder that could not be read.
         self._skipped: Collection[Path] = ()
-        # Whether `find` has seen that the folder has no checkpoint to go on from.
+        # Whether `find` has found no usable checkpoint in the run's folder.
         self._is_new = False
         self.may_write = False
-        """Whether the program has restored a checkpoint, or the folder has none."""
+        """Whether the program has called `restore`, or the folder has no checkpoints that could be lost."""
 
     def find(self, path: Path | None) -> Checkpoint | None:
-        """Find the newest valid checkpoint at `path`, or in the run's folder; a collective call.
+        """Return the newest valid checkpoint at `path` or in the run's folder, or None if there is none.
 
-        Newer ones that cannot be used are reported and skipped. None means that there is no checkpoint.
+        Newer checkpoints that cannot be used are reported and skipped. This is a collective call.
 
         Raises
         ------
-        UsageError : there are checkpoints, and none of them can be read.
+        UsageError : there are checkpoints, but none of them can be read.
         """
         if path is None and not self.keep:
             return None
@@ -89,7 +89,8 @@ class RunCheckpoints:
         )
         own_checkpoints = [skipped for skipped in problems if not files.foreign_owner(skipped, folder)]
         if newest is None and problems:
-            # A run that starts anew renames unreadable checkpoints, which fails for those of another user.
+            # A run that starts from the beginning renames unreadable checkpoints. It cannot rename
+            # checkpoints of another user.
             can_set_aside = is_own_folder and len(own_checkpoints) == len(problems)
             self._refuse_unreadable(folder, problems, can_set_aside=can_set_aside)
         for problem in problems.values():
@@ -100,15 +101,16 @@ class RunCheckpoints:
         return newest
 
     def _refuse_unreadable(self, folder: Path, problems: Mapping[Path, str], *, can_set_aside: bool) -> None:
-        """Raise UsageError, on every rank, for checkpoints none of which can be read.
+        """Raise UsageError on every rank because none of the checkpoints can be read.
 
-        Without it, a long run could start over without notice. It is not raised if the user has asked for
-        that (`ignore_unreadable`) and the checkpoints can be renamed.
+        Without this error, a long run could start over unnoticed. The error is not raised if the user has
+        requested a new start (`ignore_unreadable`) and the checkpoints can be renamed.
 
         Parameters
         ----------
         problems : why each checkpoint cannot be read.
-        can_set_aside : whether all of them can be renamed, as a new start has to do. Rank 0 decides.
+        can_set_aside : whether all checkpoints can be renamed, which a new start requires. The value of rank
+            0 decides.
         """
         options = can_set_aside, self._ignore_unreadable
         may_start_anew, starts_anew = self._connection.ranks.broadcast(options)
@@ -124,12 +126,14 @@ class RunCheckpoints:
         )
 
     def restore(self, source: Checkpoint | None) -> bool:
-        """Load `source`, or the newest valid checkpoint; return False if there is none. A collective call.
+        """Load `source` or the newest valid checkpoint. Return False if there is no checkpoint.
+
+        This is a collective call.
 
         Raises
         ------
-        UsageError : the checkpoint holds other objects, or cannot be read; a scheduler is not tracked; or the
-            tracked objects could not be saved later.
+        UsageError : the checkpoint contains other objects or cannot be read, a scheduler is not tracked, or
+            the tracked objects could not be saved later.
         """
         self.scheduler_search.refuse_untracked(self.tracked.objects)
         self._warn_of_fresh_ddp()
@@ -137,7 +141,7 @@ class RunCheckpoints:
         newest = source or self.find(None)
         self.may_write = True
         if newest is None:
-            if self.keep:  # a state that cannot be saved is refused now, and not at the first save
+            if self.keep:  # refuse a state that cannot be saved now, and not hours later at the first save
                 self.tracked.snapshot(self._connection.ranks, "run.restore")
             return False
         self._load(newest)
@@ -152,11 +156,11 @@ class RunCheckpoints:
         return True
 
     def _load(self, newest: Checkpoint) -> None:
-        """Load the tracked objects, the position and the random numbers; a collective call.
+        """Load the tracked objects, the position and the random states. This is a collective call.
 
         Raises
         ------
-        UsageError : a tracked object cannot get its state.
+        UsageError : the state of a tracked object cannot be loaded.
         """
         ranks = self._connection.ranks
         rank_values = newest.read_rank_value()
@@ -174,26 +178,32 @@ class RunCheckpoints:
             self._connection.report(warning)
 
     def prepare_pass(self) -> None:
-        """Make sure that the first pass after a restore has the checkpoint's state; a collective call.
+        """Make sure that the first pass after a restore begins with the state of the checkpoint.
+
+        This is a collective call.
 
         Raises
         ------
-        UsageError : on every rank, if tracked state has changed since a restore within this pass.
+        UsageError : (on every rank) the restored checkpoint was taken inside this pass, and the program has
+            changed the tracked state since the restore.
         """
         restored_digests = self._restored_digests
         self._restored_digests = {}  # only the first pass after a restore is compared
         if self.restored is not None and self.position.repeats_epoch:
-            # The program has repeated work of this epoch, whose effect is in the checkpoint already.
+            # The program has repeated work of this epoch, such as a step of a scheduler. The checkpoint
+            # already contains the effect, so load it again.
             self.tracked.load(self.restored, self.restored.read_rank_value()["objects"])
         elif restored_digests:
             self._refuse_changes(restored_digests)
 
     def _warn_of_fresh_ddp(self) -> None:
-        """Warn if a DDP model has had no backward pass yet, so that a resume would change its rounding.
+        """Warn if a DDP model has had no backward pass yet, because a resume would then round differently.
 
-        After its first backward pass, DDP regroups the gradients, and so adds them up in another order.
+        After its first backward pass, DDP groups the gradients in another way, and so adds them up in another
+        order.
         """
-        if not self.keep or self._connection.ranks.world_size <= 2:  # the sum of two has one order
+        # With two ranks, the order does not matter, because the sum of two numbers has only one order.
+        if not self.keep or self._connection.ranks.world_size <= 2:
             return
         if any(map(_contains_fresh_ddp, self.tracked.objects.values())):
             self._connection.report(
@@ -203,16 +213,21 @@ class RunCheckpoints:
             )
 
     def _refuse_unshared_folder(self) -> None:
-        """Raise UsageError if ranks with sharded state do not see the same folder."""
+        """Raise UsageError if a state is sharded and the ranks do not see the same folder."""
         ranks = self._connection.ranks
         if self.keep and any(ranks.gather(self.tracked.has_shards, call="run.restore")):
             checkpoint.refuse_unshared_folder(self._folder, ranks)
 
     def _refuse_changes(self, restored_digests: Mapping[str, str]) -> None:
-        """Raise UsageError, on every rank, if the program has changed tracked state since the restore.
+        """Raise UsageError on every rank if the program has changed the tracked state since the restore.
 
-        A run without a stop makes such a change before the pass, and not in the middle of it. To load the
-        state again would not be enough, since the program may have copied the change elsewhere.
+        The run resumes in the middle of a pass. In an uninterrupted run, the program makes such a change only
+        before the pass. Loading the state again is not enough, because the program may have copied the change
+        elsewhere.
+
+        Parameters
+        ----------
+        restored_digests : digests of the tracked objects directly after the restore.
         """
         digests = self.tracked.digests()
         changes = [name for name, digest in digests.items() if digest != restored_digests[name]]
@@ -228,7 +243,7 @@ class RunCheckpoints:
             )
 
     def refuse_older(self) -> None:
-        """Raise UsageError, on every rank, if the folder holds checkpoints; a collective call."""
+        """Raise UsageError on every rank if the run's folder contains checkpoints. A collective call."""
         has_older = bool(self.keep and not self._is_new and disk.checkpoints_at(self._folder))
         if any(self._connection.ranks.gather(has_older, call="run.save")):
             raise UsageError(
@@ -238,11 +253,16 @@ class RunCheckpoints:
             )
 
     def write(self, *, at_start: bool = False) -> None:
-        """Write a checkpoint in the background; a collective call.
+        """Write a checkpoint in the background. This is a collective call.
 
         Parameters
         ----------
         at_start : whether the checkpoint is taken directly before a pass of `Run.steps`.
+
+        Raises
+        ------
+        UsageError : nothing is tracked, the state cannot be saved, or the folder contains checkpoints of
+            another run.
         """
         if not self.keep:
             return
@@ -263,7 +283,7 @@ class RunCheckpoints:
             writer.save(self.position.step, index, snapshot.tensors, pickle.dumps(rank_value))
 
     def _open_writer(self) -> CheckpointWriter:
-        """Return the writer of checkpoints; the first call is a collective one."""
+        """Return the writer of checkpoints. The first call is a collective call."""
         if self._writer is None:
             connection = self._connection
             self._writer = CheckpointWriter(
@@ -272,16 +292,16 @@ class RunCheckpoints:
         return self._writer
 
     def wait(self) -> CheckpointWriter:
-        """Wait until the last checkpoint is whole; a collective call."""
+        """Wait until the last checkpoint is completely written. This is a collective call."""
         writer = self._open_writer()
         with self._progress.time_save():
             writer.close()
         return writer
 
     def leave(self) -> NoReturn:
-        """End the program after a request to stop, once the last checkpoint is completely written.
+        """End the program after a request to stop, when the last checkpoint is completely written.
 
-        This raises SystemExit. Its code is `EXIT_NO` unless the state of the present step is saved.
+        This raises SystemExit. If the state of the current step is not saved, the exit code is `EXIT_NO`.
         """
         connection = self._connection
         step = self.position.step
@@ -302,11 +322,11 @@ class RunCheckpoints:
         end_program(code)
 
     def finish(self) -> None:
-        """Save the last state of a run that is done, unless a checkpoint has it; a collective call.
+        """Save the last state of a finished run, unless a checkpoint contains it. A collective call.
 
         Raises
         ------
-        NotSaved : it could not be written.
+        NotSaved : the state could not be written.
         """
         connection = self._connection
         step = self.position.step
@@ -319,15 +339,16 @@ class RunCheckpoints:
             return
         connection.wait_for_last_numbers(step)
         connection.ranks.gather(None, call="the end of the run")
-        connection.agreement.stop = ""  # the run is done, so a request to stop has no effect any more
+        connection.agreement.stop = ""  # the run is finished, so a request to stop no longer has an effect
         if has_moved:
             self.write()
         if self._writer is not None and self.wait().saved_step != step:
             raise NotSaved(f"the state of step {step} is not saved", where=str(self._folder))
 
     def close_groups(self) -> None:
-        """Free the process groups of the run."""
-        with contextlib.suppress(ValueError, AssertionError):  # the program has destroyed all groups
+        """Destroy the process groups that the run has opened."""
+        # torch raises these errors if the program has already destroyed all groups.
+        with contextlib.suppress(ValueError, AssertionError):
             if self._writer is not None:
                 self._writer.close_groups()
             self._connection.close_group()
@@ -340,6 +361,7 @@ def _contains_fresh_ddp(stateful: object) -> bool:
 
 def _is_fresh_ddp(module: nn.Module) -> bool:
     """Return whether a module is a DDP model that has had no backward pass."""
+    # With `find_unused_parameters`, DDP does not regroup the gradients.
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
         return False
     return not any(module.reducer.get_backward_stats())

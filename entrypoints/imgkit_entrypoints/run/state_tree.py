@@ -1,8 +1,9 @@
-"""The states of objects as trees of dicts, lists and tuples, whose tensors are stored apart.
+"""Separate the tensors from the states of objects, which are trees of dicts, lists and tuples.
 
-torch's distributed checkpoints flatten nested states by themselves, but drop empty dicts on the way, and
-give back nothing for a key that a fresh optimizer lacks. So a checkpoint has two kinds of keys: tensors under
-``NAME.KEY``, and for each object one pickle, under ``NAME``, of its tree with a `TensorRef` for each tensor.
+torch's distributed checkpoints can flatten nested states. But they lose empty dicts, and return nothing for a
+key that a new optimizer does not have yet. So a checkpoint stores two kinds of values. Each tensor is stored
+under ``NAME.KEY``. For each object, the pickled tree is stored under ``NAME``, with a `TensorRef` in place of
+each tensor.
 """
 
 from __future__ import annotations
@@ -16,67 +17,68 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Keys and numbers that lead to a value in a tree: ``("state", 0, "step")``.
+# The keys and indices that lead to a value in a tree: ``("state", 0, "step")``.
 LeafPath = tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """Stands in a tree for a tensor that is stored under `key`."""
+    """A reference, in a tree, to a tensor that is stored under `key`."""
 
     key: str
     stride: tuple[int, ...] | None = None
-    """Strides of another memory format, such as channels_last. None means that the tensor is contiguous."""
+    """Strides of the tensor in a memory format such as channels_last. None means contiguous."""
 
 
 def map_leaves(value: Any, change: Callable[[Any, LeafPath], Any], *path: Any) -> Any:
-    """Copy dicts, lists and tuples, and replace each other value by what `change` returns for it.
+    """Copy a tree of dicts, lists and tuples, and replace each leaf by the result of ``change(leaf, path)``.
 
-    Subclasses, such as a named tuple or torch.Size, count as other values.
+    Every value that is not a dict, list or tuple is a leaf. Instances of subclasses, such as named tuples or
+    torch.Size, are leaves, too.
     """
     if type(value) in (dict, OrderedDict):
         return {key: map_leaves(item, change, *path, key) for key, item in value.items()}
     if type(value) in (list, tuple):
-        items = [map_leaves(item, change, *path, number) for number, item in enumerate(value)]
+        items = [map_leaves(item, change, *path, index) for index, item in enumerate(value)]
         return type(value)(items)
     return change(value, path)
 
 
 def list_leaves(value: Any) -> list[tuple[LeafPath, Any]]:
-    """Return the values within dicts, lists and tuples, each after its path: ``(("state", 0), 1.5)``."""
+    """Return the leaves of a tree of dicts, lists and tuples, with their paths: ``(("state", 0), 1.5)``."""
     leaves: list[tuple[LeafPath, Any]] = []
     map_leaves(value, lambda leaf, path: leaves.append((path, leaf)))
     return leaves
 
 
 def format_path(name: str, path: LeafPath) -> str:
-    """Return the path of a value in the state of an object for a message: ``optimizer['state'][0]``."""
+    """Return the path of a value in the state of an object as text: ``optimizer['state'][0]``."""
     return name + "".join(f"[{key!r}]" for key in path)
 
 
 def is_dtensor(value: object) -> bool:
-    """Return whether `value` is a DTensor, which is divided among the ranks.
+    """Return whether `value` is a DTensor, a tensor that is divided among the ranks.
 
-    The class is compared by its name, since torch before 2.5 has it in another module.
+    Only the name of the class is compared, because the class is in another module before torch 2.5.
     """
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
 
 
 class _TensorSplitter:
-    """Collects the tensors of one state under keys that no other tensor has."""
+    """Collects the tensors of one state, and gives each a unique key."""
 
     def __init__(self, name: str, used_keys: Collection[str]) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._name = name
         self._used_keys = used_keys
-        # The key of each tensor by the memory that it shows.
+        # The key of each tensor, by the memory that it uses.
         self._keys: dict[tuple[object, ...], str] = {}
 
     def replace(self, value: Any, path: LeafPath) -> Any:
-        """Return a reference for a tensor that torch can store by parts, and a copy of any other tensor.
+        """Return a reference for a tensor that torch can store in parts, and a copy of any other tensor.
 
-        Two tensors that show the same memory, such as tied weights, get the same reference. Values that are
-        no tensors stay as they are.
+        Two tensors that use the same memory, such as tied weights, get the same reference. A value that is
+        not a tensor is returned unchanged.
         """
         if not isinstance(value, Tensor):
             return value
@@ -90,27 +92,29 @@ class _TensorSplitter:
         key = self._keys[memory]
         if is_dtensor(value) or value.is_contiguous():
             return TensorRef(key)
-        # The strides of a dense tensor in this format. Those of a part of a larger tensor have gaps.
+        # `empty_like` gives the strides of a dense tensor in the same format. The tensor itself may be a part
+        # of a larger tensor, whose strides have gaps.
         return TensorRef(key, torch.empty_like(value, device="meta").stride())
 
     def _free_key(self, path: LeafPath) -> str:
-        """Return the key of a tensor at `path`, such as ``model.layer.weight``."""
+        """Return a key for the tensor at `path` that is not in use, such as ``model.layer.weight``."""
         key = ".".join(map(str, (self._name, *path)))
-        # {"a.b": x, "a": {"b": y}} has the key "a.b" twice, and {1: x, "1": y} the key "1". Any other key
-        # will do, since the tree notes it.
+        # {"a.b": x, "a": {"b": y}} would give the key "a.b" twice, and {1: x, "1": y} the key "1". Any other
+        # key is possible, because the tree stores it.
         while key in self.tensors or key in self._used_keys:
             key += "'"
         return key
 
 
 def _can_divide(tensor: Tensor) -> bool:
-    """Return whether torch can store a tensor by parts: it is not sparse, and of one of torch's classes."""
+    """Return whether torch can store a tensor in parts: it is not sparse, and its class is one of torch's."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_plain or is_dtensor(tensor)
 
 
 def _memory_of(tensor: Tensor) -> tuple[object, ...]:
-    """Return a value that views of the same elements have in common."""
+    """Return a value that is equal for tensors with the same elements in memory."""
+    # A DTensor or an empty tensor has no memory address that identifies it.
     if is_dtensor(tensor) or tensor.numel() == 0:
         return (id(tensor),)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
@@ -119,13 +123,13 @@ def _memory_of(tensor: Tensor) -> tuple[object, ...]:
 def split_tensors(name: str, state: Any, used_keys: Collection[str] = ()) -> tuple[Any, dict[str, Tensor]]:
     """Return a state with a `TensorRef` in place of each tensor, and the tensors by key.
 
-    ``{"weight": tensor}`` of `model` becomes ``{"weight": TensorRef("model.weight")}``. Views of the same
-    memory get the same key. Sparse tensors and subclasses of Tensor are not replaced, since torch cannot
-    store them by parts.
+    For the object `model`, ``{"weight": tensor}`` becomes ``{"weight": TensorRef("model.weight")}``. Tensors
+    with the same memory get the same key. Sparse tensors and subclasses of Tensor are copied instead, because
+    torch cannot store them in parts.
 
     Parameters
     ----------
-    used_keys : keys that other objects have.
+    used_keys : keys of other objects, which must not be used again.
     """
     splitter = _TensorSplitter(name, used_keys)
     tree = map_leaves(state, splitter.replace)
@@ -133,9 +137,9 @@ def split_tensors(name: str, state: Any, used_keys: Collection[str] = ()) -> tup
 
 
 def join_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return a tree with the tensors in place of their references, in the memory formats that they had.
+    """Return a tree in which the tensors replace their references, in their original memory formats.
 
-    Fused optimizers refuse a state in another format than its weight.
+    The format matters: fused optimizers refuse a state whose format differs from that of its weight.
 
     Raises
     ------
@@ -154,12 +158,12 @@ def join_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 
 def find_unpicklable(name: str, state: Any) -> str:
-    """Return a text on the first value of a state that pickle cannot write and read again.
+    """Return a text about the first value of a state that pickle cannot write and read again.
 
-    For example ``scheduler['lr_lambda'] is a function``. The text is empty if there is no such value.
+    An example is ``scheduler['lr_lambda'] is a function``. If there is no such value, the text is empty.
     """
     tree, _ = split_tensors(name, state)
-    if _can_pickle(tree):
+    if _can_pickle(tree):  # usually the case, and much faster than testing each value
         return ""
     for path, value in list_leaves(tree):
         if not _can_pickle(value):
@@ -171,13 +175,13 @@ def _can_pickle(value: Any) -> bool:
     """Return whether pickle can write a value, and read it again."""
     try:
         pickle.loads(pickle.dumps(value))  # noqa: S301 - it was made on the line itself
-    except Exception:  # pickle and the classes of a program raise many kinds
+    except Exception:  # pickle and the classes of a program raise many types of errors
         return False
     return True
 
 
 def copy_to_host(state: Any) -> Any:
-    """Copy a state, with every tensor in host memory of its own."""
+    """Return a copy of a state, in which each tensor is a copy in host memory."""
 
     def copy_tensor(value: Any, _: LeafPath) -> Any:
         if isinstance(value, Tensor):
@@ -188,19 +192,20 @@ def copy_to_host(state: Any) -> Any:
 
 
 class HostCopies:
-    """Copies of tensors in host memory that stays from one checkpoint to the next. For a GPU it is pinned.
+    """Copies of tensors in host memory, which is reused for each checkpoint and pinned for tensors on a GPU.
 
-    From a GPU, the copy is work in the current stream, for which the host does not wait. What comes after it
-    in the stream waits, such as the next optimizer step, so that it changes nothing that is not copied yet.
+    A copy from a GPU runs in the current CUDA stream, and the host does not wait for it. Later work in the
+    stream, such as the next optimizer step, waits for the copy. So it cannot change tensors that are not
+    copied yet.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
-        # CUDA events after the copies that are under way.
+        # CUDA events that occur when the latest copies are complete.
         self._events: list[Any] = []
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start to copy `tensors` over the previous copy, and return the buffers; `wait` completes them."""
+        """Start to copy `tensors` into buffers, and return the buffers. They are complete after `wait`."""
         copies = {key: self._copy(key, tensor) for key, tensor in tensors.items()}
         self._buffers = copies
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
@@ -208,7 +213,7 @@ class HostCopies:
         return copies
 
     def _copy(self, key: str, tensor: Tensor) -> Tensor:
-        """Start to copy a tensor into the buffer of its key, or into a new one if it does not fit."""
+        """Start to copy a tensor into the buffer for its key, or into a new buffer if it does not fit."""
         is_on_gpu = tensor.device.type == "cuda"
         buffer = self._buffers.get(key)
         if buffer is None or (buffer.dtype, buffer.shape) != (tensor.dtype, tensor.shape):

@@ -1,4 +1,4 @@
-"""Short texts and digests of the values in a state: they show where ranks differ, and what has changed."""
+"""Describe values of a state by short texts and digests, to find changes and differences between ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from torch.optim import Optimizer
 
 from imgkit_entrypoints.run.state_tree import format_path, is_dtensor, list_leaves
 
-# Values of one object up to which the ranks compare each of them. Of more, they compare one digest.
+# If an object has more values, the ranks compare one digest of all values instead of each value.
 MAX_COMPARED = 2048
-# Elements of a tensor of whole numbers up to which the ranks compare it.
+# If a tensor of integers has more elements, the ranks do not compare it.
 MAX_ELEMENTS = 8192
-# Size of the tensors of one object up to which a digest of its state has their values.
+# If the tensors of an object are larger, the digest of its state does not include their values.
 MAX_DIGESTED_BYTES = 1 << 20
-# Length of a value in a message; a longer one is replaced by its beginning and a digest.
+# Largest length of a value in a message. A longer value is replaced by its beginning and a digest.
 MAX_TEXT = 40
 WORD_BYTES = 8
-# Types of whole numbers by their bytes.
+# Integer types by their size in bytes.
 _INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -32,11 +32,12 @@ def has_weights(stateful: object) -> bool:
 
 
 def describe_values(stateful: Any, state: Any) -> dict[str, str]:
-    """Return the values of an object that must not differ between ranks, as short texts by path.
+    """Return the values of an object that must be equal on all ranks, as short texts by path.
 
-    They are compared because a checkpoint keeps only the state of rank 0. A scheduler may give
-    ``{"['last_epoch']": "7"}``. Of a model, all parameters count, but no buffers. Of an optimizer, all values
-    count. Of other objects, large tensors and tensors of fractions do not count.
+    The ranks compare these texts, because a checkpoint stores only rank 0's state. For a scheduler, the
+    result may be ``{"['last_epoch']": "7"}``. For a model, the result includes all parameters, but no
+    buffers. For an optimizer, it includes all values. For other objects, it does not include large tensors
+    and tensors of fractions.
     """
     texts: dict[str, str] = {}
     bit_sums: dict[str, Tensor] = {}
@@ -47,31 +48,31 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
         text = _describe_value(leaf)
         if text:
             texts[path] = text
-    for path, number in _read_numbers(bit_sums).items():
-        texts[path] = f"bits {number:x}"
+    for path, bit_sum in _read_numbers(bit_sums).items():
+        texts[path] = f"bits {bit_sum:x}"
     if len(texts) > MAX_COMPARED:
         return {"": digest_text(repr(texts))}
     return texts
 
 
 def _compared_leaves(stateful: Any, state: Any) -> dict[str, Any]:
-    """Return the parameters of a model, or the values in the state of another object, by path."""
+    """Return the parameters of a model, or the values in the state of any other object, by path."""
     if isinstance(stateful, nn.Module):
         return {f".{name}": parameter for name, parameter in stateful.named_parameters()}
     return {format_path("", path): leaf for path, leaf in list_leaves(state)}
 
 
 def _can_sum_bits(leaf: Any) -> bool:
-    """Return whether a value is a whole tensor in memory, and not sparse or sharded."""
+    """Return whether a value is a complete tensor in memory that is neither sparse nor sharded."""
     if not isinstance(leaf, Tensor) or is_dtensor(leaf):
         return False
     return leaf.layout == torch.strided and not leaf.is_meta
 
 
 def _describe_value(leaf: Any) -> str:
-    """Return a short text of a value, or "" for a large tensor and for one of fractions.
+    """Return a short text for a value, or ``""`` for a large tensor or a tensor of fractions.
 
-    The text of a shard is only its shape and placement, since the values of shards differ.
+    The text for a shard contains only its shape and placement, because the values of shards differ.
     """
     if not isinstance(leaf, Tensor):
         return _shorten(repr(_sort_set(leaf)))
@@ -84,9 +85,10 @@ def _describe_value(leaf: Any) -> str:
 
 
 def _sum_bits(tensor: Tensor) -> Tensor:
-    """Return the sum of the elements of a tensor, whose bits are read as whole numbers, on its device.
+    """Return the sum of the elements of a tensor, with their bits interpreted as integers.
 
-    Equal tensors have equal sums. So the ranks compare one number instead of all weights.
+    Equal tensors have equal sums. So the ranks compare one number instead of all weights. The result is on
+    the device of the tensor.
     """
     values = tensor.detach()
     if values.is_complex():
@@ -94,22 +96,22 @@ def _sum_bits(tensor: Tensor) -> Tensor:
     integers = values.view(_INTEGER_TYPES[values.element_size()])
     if not integers.is_contiguous():
         return integers.sum(dtype=torch.int64)
-    # Add up whole words of 8 bytes where possible, and the elements after the last whole word by themselves.
+    # If possible, add up words of 8 bytes, and then the elements after the last complete word.
     integers = integers.reshape(-1)
     integers_per_word = WORD_BYTES // integers.element_size()
     end_of_words = integers.numel() - integers.numel() % integers_per_word
     is_aligned = integers.data_ptr() % WORD_BYTES == 0
     if not is_aligned or end_of_words == 0:
         return integers.sum(dtype=torch.int64)
-    # Measured on a CPU: 25 times as fast as the sum of 32-bit integers, which torch widens one by one.
+    # On a CPU, this is 25 times as fast as the sum of 32-bit integers, which torch converts one by one.
     whole_words = integers[:end_of_words].view(torch.int64)
     return whole_words.sum() + integers[end_of_words:].sum(dtype=torch.int64)
 
 
 def _read_numbers(numbers: Mapping[str, Tensor]) -> dict[str, int]:
-    """Copy whole numbers by path from their devices to the host.
+    """Copy numbers, by path, from their devices to the host.
 
-    They are copied together from each device, since every copy from a GPU waits for it.
+    Every copy from a GPU waits for the GPU. So all numbers of a device are copied together.
     """
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for path, number in numbers.items():
@@ -124,7 +126,8 @@ def _read_numbers(numbers: Mapping[str, Tensor]) -> dict[str, int]:
 def digest_state(state: Any) -> str:
     """Return a digest of a state, to find out whether it has changed in this process.
 
-    If the tensors have more than `MAX_DIGESTED_BYTES` together, only their shapes and types count.
+    If the tensors are larger than `MAX_DIGESTED_BYTES` in total, the digest includes only their shapes and
+    types.
     """
     leaves = list_leaves(state)
     size_bytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, Tensor))
@@ -140,7 +143,8 @@ def _encode_leaf(leaf: Any, *, has_values: bool) -> bytes:
 
     Parameters
     ----------
-    has_values : whether the elements of a tensor count. The elements of a subclass of Tensor never do.
+    has_values : whether to include the elements of a tensor. Those of a subclass of Tensor are never
+        included.
     """
     if not isinstance(leaf, Tensor):
         return pickle.dumps(_sort_set(leaf))
@@ -151,13 +155,14 @@ def _encode_leaf(leaf: Any, *, has_values: bool) -> bytes:
 
 
 def _sort_set(leaf: Any) -> Any:
-    """Return a set as a list in an order that is the same in each process, and any other value as it is."""
+    """Return a set as a list whose order is the same in each process. Return any other value unchanged."""
     if isinstance(leaf, set):
         return sorted(leaf, key=repr)
     return leaf
 
 
 def _shorten(text: str) -> str:
+    """Return `text`, or its beginning and a digest if it is too long for a message."""
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:20]}… {digest_text(text)}"

@@ -1,4 +1,4 @@
-"""The steps of a run: what it does at the beginning and the end of each step and of each pass."""
+"""Do the work of a run at the beginning and the end of each step and of each pass over a loader."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from imgkit_entrypoints.run.ranks import ranks_by_value
 from imgkit_entrypoints.run.run_checkpoints import RunCheckpoints
 from imgkit_entrypoints.run.tracked import has_state
 
-# Most steps between two exchanges, in which the ranks add up their numbers and requests to stop. Saves and
-# numbers of the program ask for more frequent ones.
+# The largest number of steps between two exchanges of numbers and requests to stop between the ranks. A
+# program that saves or adds up numbers gets more frequent exchanges.
 MAX_INTERVAL = 1000
 
 
 class StepLoop:
-    """Counts the steps of a run. At the end of each, it agrees with the other ranks on saves and stops."""
+    """Counts the steps of a run. After each step, it agrees with the other ranks on saves and stops."""
 
     def __init__(
         self, checkpoints: RunCheckpoints, connection: RunConnection, pulse: Pulse, progress: ProgressNotes
@@ -34,33 +34,34 @@ class StepLoop:
         self._progress = progress
         self._gradients = PendingGradients(checkpoints.tracked, connection.report)
         self.max_interval = 0
-        """Most steps between two exchanges of the program's own numbers. 0 means that it has none."""
+        """Largest number of steps between two exchanges of the program's numbers, or 0 if it has none."""
         self.is_started = False
         """Whether the program has begun its first step."""
         self._is_in_step = False
-        # Whether the program has asked for a save that has to wait.
+        # Whether the program has requested a save that could not be done yet.
         self._should_save = False
-        # Whether the program has to read the position first, since a checkpoint has finished epochs.
+        # Whether the program must read `Run.step` or `Run.epoch` first, because the restored checkpoint has
+        # finished epochs.
         self._must_read_position = False
         self._has_read_step = False
-        # Whether the program has read the epoch since the latest pass began.
+        # Whether the program has read `Run.epoch` since the latest pass began.
         self._has_read_epoch = False
         self._has_warned_of_sampler = False
 
     def read_step(self) -> int:
-        """Return the steps that are done, and note that the program knows them."""
+        """Return the number of finished steps, and record that the program has read it."""
         self._must_read_position = False
         self._has_read_step = True
         return self._position.step
 
     def read_epoch(self) -> int:
-        """Return the epochs that are done, and note that the program knows them."""
+        """Return the number of finished epochs, and record that the program has read it."""
         self._must_read_position = False
         self._has_read_epoch = True
         return self._position.epoch
 
     def require_position(self) -> None:
-        """Let `start` refuse a program that would begin the finished epochs of a loaded checkpoint again."""
+        """Make `start` raise an error if the program would repeat the finished epochs of a checkpoint."""
         self._must_read_position = self._position.epoch != 0
 
     def close(self) -> None:
@@ -68,17 +69,20 @@ class StepLoop:
         self._gradients.close()
 
     def iterate(self, loader: Any, name: str, save_every: int, line: str) -> Iterator[tuple[int, Any]]:
-        """Iterate over one pass of `Run.steps`: the number of each step, from 1, and its batch.
+        """Yield the number of each step (from 1) and its batch, for one pass over `loader` in `Run.steps`.
 
-        Nothing comes if the restored checkpoint was taken after this pass.
+        If the restored checkpoint was taken after this pass, nothing is yielded.
 
         Parameters
         ----------
-        line : where the program calls `Run.steps`, as FILE:LINE.
+        name : name of the loop, or ``""``.
+        save_every : number of steps between two checkpoints, or 0.
+        line : the line of the program that calls `Run.steps`, as FILE:LINE.
         """
         position = self._position
         agreement = self._connection.agreement
-        if self.is_started:  # another rank may be in another call, such as the end of the run
+        # Another rank may be in another call, such as the end of the run. That would raise an error here.
+        if self.is_started:
             agreement.wait_for_ranks(position.step, "run.steps")
         self._refuse_different_passes(loader, name, save_every)
         position.end_last_pass(name)
@@ -96,7 +100,8 @@ class StepLoop:
                 self.end_open_step()
                 self._save_if_due(save_every)
             self._end_pass(loader)
-        except GeneratorExit:  # the program has left the loop by a ``break``
+        except GeneratorExit:  # the program has left the loop with ``break``
+            # The step in which it left counts as done.
             self.end_open_step()
             position.was_left = True
             raise
@@ -104,7 +109,7 @@ class StepLoop:
             position.is_open = False
 
     def _open_step(self) -> None:
-        """Begin a step of a loop over `steps`, which `end_open_step` counts."""
+        """Begin a step of a loop over `Run.steps`. `end_open_step` counts the step."""
         self._refuse_step_after_break()
         self._checkpoints.restored = None
         self._is_in_step = True
@@ -112,21 +117,24 @@ class StepLoop:
         self._gradients.begin_step()
 
     def _end_pass(self, loader: Any) -> None:
-        """Meet the other ranks at the end of a pass, save if the run stops, and count the pass as done."""
+        """Wait for the other ranks at the end of a pass, save if the run stops, and count the pass as done.
+
+        This is a collective call.
+        """
         self._connection.agreement.wait_for_ranks(self._position.step, PASS_END)
-        # From the state of a loader after its last batch, no resume could end this pass. So a run with such
-        # a loader saves in the next pass.
+        # A loader with a state of its own is after its last batch now. A resume from this state could not
+        # finish the pass, so such a run saves in the next pass.
         should_save = self._connection.stop and not has_state(loader)
         if should_save and not self._agree_to_wait():
             self.save_now()
         self._position.finish_pass()
 
     def _prepare_pass(self, loader: Any, save_every: int, line: str) -> None:
-        """Prepare a new pass: check that a resume could find it, and save if a save has waited for it.
+        """Prepare a new pass: check that a resume could identify it, and do a save that is still waiting.
 
         Parameters
         ----------
-        line : where the program calls `Run.steps`, as FILE:LINE.
+        line : the line of the program that calls `Run.steps`, as FILE:LINE.
         """
         position = self._position
         if list(position.loops) == [""]:  # there is one loop, without a name
@@ -138,7 +146,7 @@ class StepLoop:
         self._checkpoints.prepare_pass()
 
     def _warn_of_sampler(self, loader: Any) -> None:
-        """Warn once of a sampler whose random numbers a resume may not repeat."""
+        """Warn once if a resume may not be able to repeat the random numbers of the loader's sampler."""
         sampler = find_unrepeatable_sampler(loader)
         if not sampler or self._has_warned_of_sampler:
             return
@@ -149,9 +157,9 @@ class StepLoop:
         )
 
     def _refuse_different_passes(self, loader: Any, name: str, save_every: int) -> None:
-        """Raise UsageError, on every rank, if the ranks begin different passes; a collective call.
+        """Raise UsageError on every rank if the ranks begin different passes. This is a collective call.
 
-        Ranks in different passes would wait for each other for ever.
+        Ranks in different passes would wait for each other forever.
         """
         loop = f"loop {name}, " if name else ""
         tracked = ", ".join(sorted(self._checkpoints.tracked.objects))
@@ -168,12 +176,12 @@ class StepLoop:
             )
 
     def start(self, save_every: int) -> None:
-        """Begin to count steps. A loop over `Run.steps` does so at the start of each pass.
+        """Begin to count steps. A loop over `Run.steps` calls this at the start of each pass.
 
         Raises
         ------
-        UsageError : a learning rate scheduler is not tracked, or the program has never read `Run.epoch` and
-            so would train epochs again that the checkpoint has finished.
+        UsageError : a learning rate scheduler is not tracked. Or the program has read neither `Run.epoch` nor
+            `Run.step`, so it would repeat epochs that the checkpoint has finished.
         """
         if self._checkpoints.keep and not self.is_started:
             self._checkpoints.scheduler_search.refuse_untracked(self._checkpoints.tracked.objects)
@@ -188,10 +196,11 @@ class StepLoop:
         self.start_clock(self.max_interval or save_every or MAX_INTERVAL)
 
     def _refuse_step_after_break(self) -> None:
-        """Raise UsageError for a step after the restore of a run that a ``break`` had ended.
+        """Raise UsageError if a restored run had ended with a ``break``, and the program trains another step.
 
-        A program with ``if run.step >= STEPS: break`` at the end of its loop would train one step more at
-        each start. If it has read `Run.step` before the loop, it has checked that itself.
+        A program with ``if run.step >= STEPS: break`` at the end of its loop would train one more step at
+        each start. No error is raised if the program has read `Run.step` before the loop. It is then assumed
+        that it has checked the number of steps.
         """
         restored = self._checkpoints.restored
         if restored is None or self._has_read_step or not restored.position.get("was_left"):
@@ -209,49 +218,50 @@ class StepLoop:
         self._pulse.end_step(self._position.step)
 
     def begin_step(self) -> None:
-        """Note that this rank has its batch of the next step."""
+        """Tell the watchdog and the progress notes that this rank has the batch of its next step."""
         self._pulse.begin_step(self._position.step + 1)
         self._progress.note_step_begin()
 
     def end_open_step(self) -> None:
-        """Count the step of a loop over `steps` whose body has ended."""
+        """Count the current step of a loop over `Run.steps`, if there is one, as done."""
         if self._is_in_step:
             self._is_in_step = False
             self._count_step()
 
     def _count_step(self) -> None:
+        """Count a step as done, and tell the watchdog and the progress notes."""
         self._position.count_step()
         self._pulse.end_step(self._position.step)
         self._progress.note_step_end()
 
     def end_step(self, save_every: int) -> bool:
-        """End a step of a loop that is not over `steps`; return whether all ranks save now."""
+        """End a step of a loop that does not use `Run.steps`. Return whether all ranks must save now."""
         if not self.is_started:
             self.start(save_every)
         self._count_step()
-        self._checkpoints.restored = None  # the run has moved on from the restored checkpoint
+        self._checkpoints.restored = None  # from now on, the state differs from the restored checkpoint
         saves_now = self._agree_on_save(save_every)
         self._gradients.begin_step()
         return saves_now
 
     def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
-        """Save the state if all ranks agree that it is time; a collective call."""
+        """Save the state if all ranks agree that a save is due. This is a collective call."""
         if self._agree_on_save(save_every):
             self.save_now(at_start=at_start)
 
     def _agree_on_save(self, save_every: int) -> bool:
-        """Exchange numbers with the other ranks if it is time; return whether all save after this step.
+        """Exchange numbers with the other ranks if due, and return whether all ranks save after this step.
 
-        They save after a request to stop or to save, and every `save_every` steps, unless a rank has to wait.
-        Before a save, the numbers of all ranks up to this step have arrived.
+        The ranks save after a request to stop or to save, and every `save_every` steps. If a rank cannot save
+        yet, all ranks wait. Before a save, the numbers of all ranks up to this step have been added up.
         """
         step = self._position.step
         agreement = self._connection.agreement
         agreement.exchange_if_due(step)
         is_due = bool(agreement.stop) or self._should_save
         if self._checkpoints.keep and save_every:
-            # Compare multiples of `save_every`: a save that had to wait has come after its step, and must not
-            # delay the next one.
+            # Compare multiples of `save_every` instead of the distance to the last save. A save that had to
+            # wait came later than its step, but must not delay the next save.
             is_due = is_due or step // save_every > self._checkpoints.saved_step // save_every
         if not is_due or self._agree_to_wait():
             return False
@@ -260,20 +270,20 @@ class StepLoop:
         return True
 
     def _agree_to_wait(self) -> bool:
-        """Return whether a save that is due has to wait because a rank cannot save yet; a collective call.
+        """Return whether a due save must wait because a rank cannot save yet. This is a collective call.
 
-        A rank cannot save while gradients wait for their optimizer, since a checkpoint has no gradients, nor
-        at the end of a loader that could not go on from its state.
+        A checkpoint does not contain gradients. So a rank cannot save while its optimizer has not used the
+        latest gradients. It also cannot save at the end of a loader that could not continue from its state.
         """
         must_wait = self._gradients.delay_save() or self._position.has_unusable_loader_state()
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
     def request_save(self) -> None:
-        """Save as soon as it is possible: now, or at the end of a step; a collective call.
+        """Save as soon as possible: now, or at the end of a step. This is a collective call.
 
         Raises
         ------
-        UsageError : weights were updated in a step that no call of `Run.due` has ended.
+        UsageError : an optimizer has updated weights, but the program has not called `Run.due` since then.
         """
         position = self._position
         uses_steps = bool(position.loops)
@@ -283,7 +293,7 @@ class StepLoop:
                 where="run.save",
                 hint="call run.due() at the end of each step and run.save() after it, or loop over run.steps",
             )
-        if position.repeats_epoch:  # the checkpoint holds this state already
+        if position.repeats_epoch:  # the restored checkpoint already contains this state
             return
         if self._is_in_step or uses_steps or self._agree_to_wait():
             self._should_save = True
@@ -291,7 +301,7 @@ class StepLoop:
             self.save_now()
 
     def save_now(self, *, at_start: bool = False) -> None:
-        """Save the state, and leave the program after a request to stop; a collective call."""
+        """Save the state. After a request to stop, end the program. This is a collective call."""
         self._checkpoints.write(at_start=at_start)
         if self._connection.stop:
             self._checkpoints.leave()

@@ -1,4 +1,4 @@
-"""Requests to stop, as one rank sees them, and the report of a saved state."""
+"""Find requests to stop on one rank, and report a saved state to the program that started this process."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from imgkit_entrypoints.launch.stop_protocol import REPEAT_S, RunFolder
 from imgkit_entrypoints.launch.user_program import STOP_SIGNALS
 from imgkit_entrypoints.run.ranks import Ranks
 
-# A person's request: the run is not requeued, and does not start while the file exists.
+# A request of a person. The run is not requeued, and does not start as long as the file exists.
 STOP_FILE = "the stop file"
 AGENT_REQUEST = "a stop request from the node agent"
 STOP_AFTER = "--stop-after"
 SIGNAL = "a signal"
-# Reasons for a stop. If there are several, the first of them counts.
+# Reasons for a stop. If several apply, the first one is used.
 REASONS = (STOP_FILE, AGENT_REQUEST, STOP_AFTER, SIGNAL)
 
 
 def folder_to_watch(
     run_dir: Path | None, env: Mapping[str, str], say: Callable[[str], None]
 ) -> RunFolder | None:
-    """Return the run's folder if this process has to watch it for a stop file.
+    """Return the run's folder if this process must look for a stop file in it, else None.
 
-    The node agent watches the folder that it knows, IMGKIT_RUN_DIR. A program may have named another one.
+    The node agent (the process that starts the workers on a node) watches only the folder IMGKIT_RUN_DIR. The
+    program may use another folder.
     """
     if run_dir is None:
         return None
@@ -45,33 +46,34 @@ def folder_to_watch(
 
 
 class StopRequests:
-    """The requests that this rank can see: files, the node agent's flag, a time and signals.
+    """Collects the requests to stop that this rank can see: files, the node agent's flag, a time, signals.
 
     Parameters
     ----------
-    folder : the run's folder, on the only rank that looks into it; None elsewhere.
-    until : time of the monotonic clock at which the run is to stop.
+    folder : the run's folder on the rank that looks into it, and None on other ranks.
+    until : time of the monotonic clock at which the run must stop.
     """
 
     def __init__(self, env: Mapping[str, str], folder: RunFolder | None, until: float = math.inf) -> None:
-        # The file with which the node agent requests a stop; None: there is no node agent.
+        # The node agent creates this file to request a stop. None means that there is no node agent.
         self._agent_flag: Path | None = None
         if env.get("IMGKIT_STOP_DIR"):
             self._agent_flag = Path(env["IMGKIT_STOP_DIR"]) / stop_protocol.STOP
         self._folder = folder
         self._until = until
-        # The time of the first signal of each number.
+        # The time at which each signal was received first.
         self._signal_times: dict[int, float] = {}
-        # The handlers of before `listen`, by signal.
+        # The handlers that `listen` has replaced, by signal.
         self._previous_handlers: dict[int, Any] = {}
 
     def find_reasons(self) -> set[str]:
-        """Return the reasons, among `REASONS`, for which this rank has seen a request to stop."""
+        """Return those of `REASONS` for which this rank has seen a request to stop."""
         reasons = set()
         if self._agent_flag is not None and self._agent_flag.exists():
             reasons.add(AGENT_REQUEST)
         request = self._folder.stop_request() if self._folder else None
-        # A job script's file asks for a requeue, and counts like the node agent's. A person's file does not.
+        # A stop file from a job script requests a requeue, so it is treated like a request of the node agent.
+        # A stop file from a person does not request a requeue.
         if request is not None and request.requeue:
             reasons.add(AGENT_REQUEST)
         elif request is not None:
@@ -83,32 +85,37 @@ class StopRequests:
         return reasons
 
     def listen(self) -> None:
-        """Note signals that request a stop, until `stop_listening` restores the previous handlers.
+        """Record signals that request a stop, until `stop_listening` restores the previous handlers.
 
-        Under dist-run these signals have no effect without this. A second Ctrl-C ends the process at once.
+        Under dist-run, these signals have no effect until this method is called. A second Ctrl-C ends the
+        process immediately.
         """
-        if threading.current_thread() is not threading.main_thread():  # Python allows handlers only there
+        if threading.current_thread() is not threading.main_thread():  # only this thread may set handlers
             return
-        for number in STOP_SIGNALS:
-            self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        for signal_number in STOP_SIGNALS:
+            self._previous_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
         os.register_at_fork(after_in_child=self._restore_sigterm)
 
     def _restore_sigterm(self) -> None:
-        # In a forked child, multiprocessing's Process.terminate() would otherwise have no effect.
+        """Restore the previous handler of SIGTERM in a forked child.
+
+        Otherwise, Process.terminate() of multiprocessing would have no effect on the child.
+        """
         if self._previous_handlers:
             signal.signal(signal.SIGTERM, self._previous_handlers[signal.SIGTERM])
 
     def stop_listening(self) -> None:
-        """Restore the handlers of before `listen`."""
-        for number, handler in self._previous_handlers.items():
-            signal.signal(number, handler)
+        """Restore the handlers that `listen` has replaced."""
+        for signal_number, handler in self._previous_handlers.items():
+            signal.signal(signal_number, handler)
         self._previous_handlers = {}
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Note a request to stop; at a second Ctrl-C, end the process."""
+        """Record a request to stop. After a second Ctrl-C, end the process."""
         now = time.monotonic()
         first_time = self._signal_times.setdefault(number, now)
-        # A repeat within REPEAT_S is the same Ctrl-C: launchers forward what the terminal sends to all.
+        # A repetition within REPEAT_S is the same Ctrl-C: the terminal sends it to all processes, and
+        # launchers forward it again.
         if number == signal.SIGINT and now - first_time > REPEAT_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
@@ -119,14 +126,18 @@ def report_saved(
 ) -> int:
     """Report a saved state to the process that decides about a requeue, and return this process's exit code.
 
-    Under dist-run the node agent reads a file, decides, and exits with 85. Plain torchrun turns every code
-    but 0 into 1, so rank 0 decides, and writes the code into the run's folder for the job script. Without
-    either, this process exits with 85 itself, which says that the state is saved. After a stop file, all
-    exit with 0, since a person wants the run to stay stopped.
+    There are four cases:
+
+    * After a stop file, all processes exit with 0, because a person wants the run to remain stopped.
+    * Under dist-run, the node agent reads a file, decides about the requeue, and exits with 85.
+    * Under plain torchrun, which turns every exit code except 0 into 1, rank 0 decides. It writes the code
+      into the run's folder for the job script.
+    * Otherwise, this process itself exits with 85, which means that the state is saved.
 
     Parameters
     ----------
     reason : why the run stops, one of `REASONS`.
+    step : the step of the saved state.
     folder : the run's folder.
 
     Raises
@@ -139,7 +150,7 @@ def report_saved(
     saved_state = f"{job_id} {step}"
     agent_folder = env.get("IMGKIT_STOP_DIR")
     if agent_folder:
-        if ranks.local_rank == 0:
+        if ranks.local_rank == 0:  # one file per node, since each node has an agent
             fence.check_fence(env)
             files.write_file(Path(agent_folder) / stop_protocol.SAVED, f"{saved_state}\n")
         return 0

@@ -1,4 +1,4 @@
-"""The objects whose state a run saves and restores."""
+"""Track the objects whose state a run saves and restores, and compare their states between ranks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from imgkit_entrypoints.run.ranks import Ranks, list_first_names, ranks_by_value
 from imgkit_entrypoints.run.state_tree import TensorRef, is_dtensor, list_leaves
 from imgkit_entrypoints.run.state_values import describe_values, digest_state, digest_text, has_weights
 
-# Names of a checkpoint's own keys.
+# Names that a checkpoint uses for its own keys.
 RESERVED = (INDEX, "rank")
-# Classes that share a model or an optimizer among the ranks; their state_dict may be a collective call.
+# Classes that divide a model or an optimizer among the ranks. Their state_dict may be a collective call.
 SHARDED_BY_OTHERS = ("FullyShardedDataParallel", "DeepSpeedEngine", "ZeroRedundancyOptimizer")
-# Classes around a model, of DDP and of torch.compile, and the attribute that holds the model.
+# Wrapper classes of DDP and torch.compile, with the attribute that contains the model.
 WRAPPERS = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod"}
-# The first release of torch whose `fully_shard` and DTensor are public.
+# The first release of torch in which `fully_shard` and DTensor are public.
 OLDEST_TORCH = (2, 6)
 
 
 @dataclass(slots=True)
 class Snapshot:
-    """The states of the tracked objects as a checkpoint keeps them, by the names of the objects."""
+    """The states of the tracked objects in the form for a checkpoint, by the names of the objects."""
 
     trees: dict[str, bytes] = field(default_factory=dict)
-    """Pickled trees with a `TensorRef` for each tensor."""
+    """Pickled states with a `TensorRef` in place of each tensor."""
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    """These tensors by their keys."""
+    """The tensors of all states, by the keys in the references."""
     rank_values: dict[str, bytes] = field(default_factory=dict)
     """Pickled states of the objects that were tracked per rank."""
     digests: dict[str, str] = field(default_factory=dict)
@@ -43,24 +43,25 @@ class Snapshot:
 
 
 class _RankReport(NamedTuple):
-    """What the ranks compare before a checkpoint is taken."""
+    """Values that the ranks compare before a checkpoint is taken."""
 
     names: str
-    """The tracked objects, as ``model, optimizer``."""
+    """The names of the tracked objects: ``model, optimizer``."""
     digests: dict[str, str]
-    """As of `Snapshot`."""
+    """The digests in this rank's `Snapshot`."""
     error: UsageError | None
-    """Why this rank cannot save a state. None means that it can."""
+    """Why this rank cannot save a state, or None if it can."""
 
 
 class TrackedObjects:
-    """Objects by name. Either the state of rank 0 counts for all ranks, or each rank keeps its own."""
+    """The tracked objects by name. A checkpoint stores rank 0's state of an object, or one per rank."""
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
-        # Names of the objects of which each rank keeps its own state.
+        # Names of the objects with one state for each rank.
         self._per_rank_names: set[str] = set()
-        # The values that must not differ between ranks, by object and path, when the object was added.
+        # For each object, the values that must not differ between ranks, as they were when it was added or
+        # loaded. The keys are the name of the object and the path of the value.
         self._first_values: dict[str, dict[str, str]] = {}
 
     @property
@@ -74,16 +75,16 @@ class TrackedObjects:
         return any(map(is_sharded, self.objects.values()))
 
     def add(self, name: str, stateful: Any, *, per_rank: bool) -> None:
-        """Add an object with `state_dict` and `load_state_dict`, if a checkpoint can keep its state.
+        """Add an object with `state_dict` and `load_state_dict`.
 
         Parameters
         ----------
-        per_rank : whether each rank keeps its own state of it, as it does of every loader.
+        per_rank : whether a checkpoint stores one state for each rank. This is always so for a loader.
 
         Raises
         ------
-        UsageError : the name is taken, or the object has no state, a state that pickle cannot write, or
-            shards of another kind than FSDP2's.
+        UsageError : the name is in use, or the object has no state, has a state that pickle cannot write, or
+            is sharded in another way than by FSDP2.
         """
         if name in self.objects:
             raise _track_error(f"the name {name} is already tracked", "choose another name")
@@ -104,7 +105,7 @@ class TrackedObjects:
             self._first_values[name] = describe_values(stateful, state)
 
     def digests(self) -> dict[str, str]:
-        """Return a digest of the state of each object but loaders, to find changes in this process."""
+        """Return a digest of the state of each object except loaders, to find changes in this process."""
         digests = {}
         for name, stateful in self.objects.items():
             if not _is_loader(stateful):
@@ -112,7 +113,9 @@ class TrackedObjects:
         return digests
 
     def snapshot(self, ranks: Ranks, call: str) -> Snapshot:
-        """Compare the states between the ranks, and return them as a checkpoint has them; a collective call.
+        """Compare the states between the ranks, and return them in the form for a checkpoint.
+
+        This is a collective call.
 
         Parameters
         ----------
@@ -120,16 +123,16 @@ class TrackedObjects:
 
         Raises
         ------
-        UsageError : on every rank, if a rank has a state that cannot be saved, or if the ranks differ in a
-            state of which a checkpoint keeps only that of rank 0.
+        UsageError : (on every rank) a rank has a state that cannot be saved. Or the ranks have different
+            states of an object of which a checkpoint stores only rank 0's state.
         """
         snapshot = Snapshot()
         error: UsageError | None = None
         try:
-            for name in sorted(self.objects):  # all ranks give the same keys to shards
+            for name in sorted(self.objects):  # in the same order on all ranks, so that shards get equal keys
                 is_compared = ranks.world_size > 1 and self._must_be_equal(name, call)
                 self._add_state(snapshot, name, is_compared=is_compared)
-        except UsageError as own_error:  # not raised here, since the other ranks wait for the report
+        except UsageError as own_error:  # raised below, because the other ranks wait for this rank's report
             error = own_error
         names = ", ".join(sorted(self.objects)) or "nothing"
         reports = ranks.gather(_RankReport(names, snapshot.digests, error), call=call)
@@ -143,11 +146,20 @@ class TrackedObjects:
         """Return whether an object must have the same values on all ranks in this call of the program."""
         if name in self._per_rank_names:
             return False
-        # Before the run begins, DDP may not have made the weights equal yet.
+        # Before the first step, weights may differ, because DDP may not have made them equal yet.
         return call == "run.save" or not has_weights(self.objects[name])
 
     def _add_state(self, snapshot: Snapshot, name: str, *, is_compared: bool) -> None:
-        """Add the state of an object to `snapshot`; raise UsageError if pickle cannot write it."""
+        """Add the state of the object `name` to `snapshot`.
+
+        Parameters
+        ----------
+        is_compared : whether to add a digest, by which the ranks compare their states.
+
+        Raises
+        ------
+        UsageError : pickle cannot write the state.
+        """
         state = state_of(name, self.objects[name])
         try:
             if name in self._per_rank_names:
@@ -156,7 +168,7 @@ class TrackedObjects:
                 tree, tensors = state_tree.split_tensors(name, state, snapshot.tensors)
                 snapshot.trees[name] = pickle.dumps(tree)
                 snapshot.tensors.update(tensors)
-        except Exception as error:  # pickle and the classes of a program raise many kinds
+        except Exception as error:  # pickle and the classes of a program raise many types of errors
             problem = state_tree.find_unpicklable(name, state) or f"{name}: {error}"
             raise _unloadable_error(problem) from error
         if is_compared:
@@ -164,9 +176,10 @@ class TrackedObjects:
             snapshot.digests[name] = digest_text(repr(values))
 
     def _refuse_difference(self, name: str, ranks: Ranks, call: str) -> None:
-        """Raise UsageError, on every rank, if a resume would replace values that differ between the ranks.
+        """Raise UsageError on every rank if a resume would overwrite values that differ between the ranks.
 
-        A checkpoint keeps only the state of rank 0, and a resume gives it to all ranks.
+        A checkpoint stores only rank 0's state of the object, and a resume loads it on all ranks. This is a
+        collective call.
         """
         stateful = self.objects[name]
         values = describe_values(stateful, state_of(name, stateful))
@@ -180,7 +193,7 @@ class TrackedObjects:
                 raise _difference_error(stateful, name, path, latest, call)
 
     def load(self, checkpoint: Checkpoint, rank_values: Mapping[str, bytes]) -> None:
-        """Give every object its state from a checkpoint, one after the other; a collective call.
+        """Load the state of every object from a checkpoint, one after the other. This is a collective call.
 
         Parameters
         ----------
@@ -188,8 +201,8 @@ class TrackedObjects:
 
         Raises
         ------
-        UsageError : the checkpoint holds other objects or another model, and nothing is loaded; or an object
-            refuses its state, after others may have been loaded.
+        UsageError : the checkpoint contains other objects or another model. Then nothing is loaded. Or an
+            object refuses its state. Then others may already be loaded.
         """
         self._refuse_other_names(checkpoint, rank_values.keys())
         trees = {name: checkpoint.tree(name) for name in checkpoint.names}
@@ -204,7 +217,7 @@ class TrackedObjects:
             self._load_object(name, state, checkpoint)
 
     def _refuse_other_names(self, checkpoint: Checkpoint, saved_per_rank: Collection[str]) -> None:
-        """Raise UsageError if a checkpoint has other objects than the program tracks."""
+        """Raise UsageError if the names in the checkpoint differ from those of the tracked objects."""
         shared_names = self.objects.keys() - self._per_rank_names
         if set(checkpoint.names) == shared_names and set(saved_per_rank) == self._per_rank_names:
             return
@@ -217,7 +230,10 @@ class TrackedObjects:
         )
 
     def _refuse_other_object(self, name: str, tree: Any, checkpoint: Checkpoint) -> None:
-        """Raise UsageError if a saved model or optimizer has other weights than the tracked one."""
+        """Raise UsageError if the weights of a saved model or optimizer do not match the tracked object.
+
+        `tree` is the saved state, with a `TensorRef` in place of each tensor.
+        """
         stateful = self.objects[name]
         difference = ""
         if isinstance(stateful, Optimizer):
@@ -232,10 +248,15 @@ class TrackedObjects:
             )
 
     def _load_object(self, name: str, state: Any, checkpoint: Checkpoint) -> None:
-        """Load the state of an object; raise UsageError if it does not fit."""
+        """Load `state` into the object `name`.
+
+        Raises
+        ------
+        UsageError : the object refuses the state.
+        """
         stateful = self.objects[name]
         try:
-            # Saved keys of a model are those without wrappers, such as "weight" for "module.weight" in DDP.
+            # A model is saved with keys without wrappers: "weight" for "module.weight" in DDP.
             if isinstance(stateful, nn.Module):
                 plain_keys = _map_to_plain_keys(stateful, stateful.state_dict())
                 state = {key: state[plain_key] for key, plain_key in plain_keys.items()}
@@ -247,16 +268,18 @@ class TrackedObjects:
                 where=str(checkpoint.folder),
                 hint="build the same objects, or start a new run in another folder",
             ) from error
+        # The loaded values are the new basis for comparisons between the ranks.
         if name in self._first_values:
             self._first_values[name] = describe_values(stateful, state_of(name, stateful))
 
 
 def has_state(value: object) -> bool:
-    """Return whether `value` can save and load its state by itself."""
+    """Return whether `value` has the methods ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
 def _is_loader(value: object) -> bool:
+    """Return whether `value` is a loader. Some models, such as nn.Sequential, are iterable, too."""
     return hasattr(value, "__iter__") and not has_weights(value)
 
 
@@ -267,16 +290,16 @@ def iterate_parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def is_sharded(stateful: Any) -> bool:
-    """Return whether parameters of a model or an optimizer are DTensors."""
+    """Return whether an object is a model or an optimizer with parameters that are DTensors."""
     if isinstance(stateful, nn.Module):
         return any(map(is_dtensor, stateful.parameters()))
     return isinstance(stateful, Optimizer) and any(map(is_dtensor, iterate_parameters(stateful)))
 
 
 def _has_class(value: object, names: Collection[str]) -> bool:
-    """Return whether the class of `value`, or a base class, has one of these names.
+    """Return whether the class of `value` or one of its base classes has one of these names.
 
-    Names are compared, so that the modules of the classes need not be imported.
+    Comparing names instead of classes avoids importing the modules of the classes.
     """
     return any(kind.__name__ in names for kind in type(value).__mro__)
 
@@ -291,9 +314,9 @@ def _unloadable_error(problem: str) -> UsageError:
 
 
 def _refuse_unsupported_shards(name: str, stateful: Any) -> None:
-    """Raise UsageError if an object is sharded (divided among the ranks) so that it cannot be saved.
+    """Raise UsageError if an object is sharded (divided among the ranks) in a way that cannot be saved.
 
-    Only FSDP2's shards over all ranks can be saved, with torch 2.6 or newer.
+    Only objects that FSDP2 shards over all ranks can be saved, with torch 2.6 or newer.
     """
     modules = stateful.modules() if isinstance(stateful, nn.Module) else [stateful]
     for module in modules:
@@ -317,7 +340,7 @@ def _refuse_unsupported_shards(name: str, stateful: Any) -> None:
 
 
 def _refuse_parameter(name: str, parameter: Any) -> None:
-    """Raise UsageError if a parameter of a sharded model has no values yet, or is not shared by all ranks."""
+    """Raise UsageError if a parameter of a sharded model has no values yet, or is not on all ranks."""
     if parameter.is_meta:
         raise _track_error(f"{name} is on the meta device", "call run.track after model.to_empty()")
     if not is_dtensor(parameter):
@@ -330,9 +353,9 @@ def _refuse_parameter(name: str, parameter: Any) -> None:
 
 
 def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
-    """Raise UsageError if a rank cannot save a state, or tracks other objects than the others.
+    """Raise UsageError if a rank cannot save a state, or if the ranks track different objects.
 
-    Every rank has the reports of all, so that all raise the same error and none waits for another.
+    Every rank has the reports of all ranks. So all ranks raise the same error, and none waits for another.
     """
     for rank, report in enumerate(reports):
         if report.error is not None:
@@ -349,15 +372,16 @@ def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
 def _may_share_rank_0_value(
     first: Sequence[str], latest: Sequence[str], *, may_begin_different: bool
 ) -> bool:
-    """Return whether a resume may give rank 0's value to all ranks.
+    """Return whether a resume may load rank 0's value on all ranks.
 
-    It may where the ranks have the same value now, or where rank 0 alone has set it, such as the best loss.
+    It may if the ranks have the same value now, or if only rank 0 has changed it, such as the best loss.
 
     Parameters
     ----------
     first : the value on each rank when the object was tracked.
     latest : the value on each rank now.
-    may_begin_different : as the weights of a model, which DDP makes equal after they were tracked.
+    may_begin_different : whether the first values may differ. This is so for the weights of a model, which
+        DDP makes equal after they were tracked.
     """
     if len(set(latest)) == 1:
         return True
@@ -367,7 +391,7 @@ def _may_share_rank_0_value(
 
 
 def _difference_error(stateful: Any, name: str, path: str, values: Sequence[str], call: str) -> UsageError:
-    """Return the error for an object that has different values on the ranks at `path`."""
+    """Return the error for an object whose value at `path` differs between the ranks."""
     hint = f"run.track_per_rank({name}={name}) in place of run.track: one for each rank"
     if has_weights(stateful):
         hint = f"wrap the model in DDP; or {hint}"
@@ -386,7 +410,7 @@ def _list_names(shared: Collection[str], per_rank: Collection[str]) -> str:
 
 
 def _find_group_difference(tree: Any, optimizer: Optimizer) -> str:
-    """Return how the parameter groups of a saved optimizer differ from the live ones, or ""."""
+    """Return how the parameter groups of a saved optimizer differ from those of `optimizer`, or ``""``."""
     saved_sizes = [len(group["params"]) for group in tree["param_groups"]]
     sizes = [len(group["params"]) for group in optimizer.param_groups]
     if saved_sizes == sizes:
@@ -395,9 +419,10 @@ def _find_group_difference(tree: Any, optimizer: Optimizer) -> str:
 
 
 def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Return how the saved state of a model differs from its live state, or "" if it does not.
+    """Return how the saved state of a model differs from its current state `live`, or ``""``.
 
-    An example is ``out.weight is (10, 20) in the checkpoint and (10, 30) in the model``.
+    Names, shapes and types are compared. An example of a result is ``out.weight is (10, 20) in the checkpoint
+    and (10, 30) in the model``.
     """
     saved_only = list_first_names([key for key in saved if key not in live])
     live_only = list_first_names([key for key in live if key not in saved])
@@ -406,7 +431,7 @@ def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Chec
     for key, leaf in saved.items():
         saved_value = leaf
         if isinstance(leaf, TensorRef):
-            saved_value = checkpoint.tensors[leaf.key]
+            saved_value = checkpoint.tensors[leaf.key]  # has a shape and a dtype, like a tensor
         for describe in (_describe_shape, _describe_dtype):
             saved_text = describe(saved_value)
             live_text = describe(live[key])
@@ -425,11 +450,11 @@ def _describe_dtype(value: Any) -> str:
 
 
 def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the DTensors, by key, into which each rank reads its part of a sharded model or optimizer.
+    """Return DTensors, by key, into which each rank can read its part of a sharded model or optimizer.
 
     Parameters
     ----------
-    tree : the saved state, with a `TensorRef` for each tensor.
+    tree : the saved state, with a `TensorRef` in place of each tensor.
     """
     if not is_sharded(stateful):
         return {}
@@ -440,30 +465,31 @@ def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpo
 
 
 def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return an empty DTensor for each sharded tensor in the saved state of an optimizer, by key.
+    """Return an empty DTensor, by key, for each sharded tensor in the saved state of an optimizer.
 
-    Each is sharded like its parameter. A new optimizer has no such tensors yet into which a rank could read.
+    A new optimizer does not have these tensors yet. Each DTensor is sharded like its parameter.
     """
     shards = {}
-    # For the first parameter, Adam has {0: {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}}.
-    for number, parameter in enumerate(iterate_parameters(optimizer)):
+    # The keys of the state are indices of parameters. Adam has for the first parameter
+    # {0: {"step": ..., "exp_avg": ..., "exp_avg_sq": ...}}.
+    for index, parameter in enumerate(iterate_parameters(optimizer)):
         if not is_dtensor(parameter):
             continue
-        for _, leaf in list_leaves(tree["state"].get(number)):
+        for _, leaf in list_leaves(tree["state"].get(index)):
             if not isinstance(leaf, TensorRef):
                 continue
             saved = checkpoint.tensors[leaf.key]
-            if saved.shape == parameter.shape:  # other tensors, such as a count of steps, are not sharded
+            if saved.shape == parameter.shape:  # a tensor of another shape, such as "step", is not sharded
                 shards[leaf.key] = torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
     return shards
 
 
 def state_of(name: str, stateful: Any) -> Any:
-    """Return the state of an object. The keys of a model are those without wrappers such as DDP.
+    """Return the state of an object. For a model, the keys do not contain wrappers such as DDP.
 
     Parameters
     ----------
-    name : names the object in the message of an error.
+    name : name of the object, for the message of an error.
 
     Raises
     ------
@@ -471,7 +497,7 @@ def state_of(name: str, stateful: Any) -> Any:
     """
     try:
         state = stateful.state_dict()
-    except Exception as error:  # the object is not ours
+    except Exception as error:  # the object belongs to the program and may raise anything
         raise _track_error(
             f"the state of {name}, a {type(stateful).__name__}, cannot be read: {error}",
             "docs/guides/resume.md shows how accelerate's own save_state is used",
@@ -482,11 +508,11 @@ def state_of(name: str, stateful: Any) -> Any:
 
 
 def _unwrap_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a model under keys without wrappers, and with one tensor for tied parameters.
+    """Return the state of a model with keys without wrappers, and with one tensor for tied parameters.
 
-    Tied parameters are one parameter under several names, such as an embedding and an output layer.
+    Tied parameters are a single parameter with several names, such as an embedding and an output layer.
     """
-    # torch makes new tensors for the state, also of a parameter that two modules share.
+    # `state_dict` creates a new tensor for each name, so tied parameters must be found by the parameters.
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tied_tensors: dict[int, Any] = {}
     plain_state = {}
@@ -499,9 +525,9 @@ def _unwrap_state(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _map_to_plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the keys of a model's state, each with the key that it would have without wrappers.
+    """Return a dict from each key of a model's state to the key that it would have without wrappers.
 
-    The key ``module.weight`` of a model in DDP gives ``weight``.
+    For a model in DDP, ``module.weight`` is mapped to ``weight``.
     """
     prefixes = _wrapper_prefixes(model)
     plain_keys = {}
@@ -515,7 +541,7 @@ def _map_to_plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
 
 
 def _wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
-    """Return the prefixes of keys within wrappers, innermost first, each with the prefix without the wrapper.
+    """Return the prefixes of keys inside wrappers, innermost first, with the prefixes without the wrapper.
 
     A compiled layer of a model gives ``("layer._orig_mod.", "layer.")``.
     """
@@ -525,5 +551,5 @@ def _wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
         for kind, attribute in WRAPPERS.items():
             if _has_class(module, (kind,)):
                 prefixes.append((f"{prefix}{attribute}.", prefix))
-    prefixes.reverse()
+    prefixes.reverse()  # `named_modules` yields outer modules first
     return prefixes
