@@ -162,18 +162,30 @@ def test_base_of_several_platforms_by_its_manifest(fake: Any, playing: Playing, 
 
 
 @pytest.mark.parametrize(
-    ("release", "kept", "here", "requested", "hint"),
+    ("release", "kept", "platform", "message", "hint"),
     [
-        ("28.5.2", "arm64 only", "arm64", "amd64", f"docker pull --platform linux/amd64 {NAME}"),
+        (
+            "28.5.2",
+            "arm64 only",
+            None,
+            "is linux/arm64, the build is for linux/amd64",
+            f"docker pull --platform linux/amd64 {NAME}",
+        ),
         # To pull the other platform, which it then keeps as well, changes nothing.
-        ("26.1.5", "both", "amd64", "arm64", "NAME@sha256:"),
+        ("26.1.5", "both", "linux/arm64", "is linux/amd64, the build is for linux/arm64", "NAME@sha256:"),
     ],
 )
 def test_missing_platform_names_the_pull_or_the_digest(
-    playing: Playing, recipe: Recipe, release: str, kept: str, here: str, requested: str, hint: str
+    playing: Playing,
+    recipe: Recipe,
+    release: str,
+    kept: str,
+    platform: str | None,
+    message: str,
+    hint: str,
 ) -> None:
-    with refused(UsageError, f"is linux/{here}, the build is for linux/{requested}", hint=hint) as caught:
-        engines.resolve_base(playing(release, kept), recipe, platform=requested)
+    with refused(UsageError, message, hint=hint) as caught:
+        engines.resolve_base(playing(release, kept), recipe, platform=platform)
     assert ("docker pull" in str(caught.value.hint)) == ("docker pull" in hint)
 
 
