@@ -71,7 +71,7 @@ def evil(sample: SampleImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.programs("mksquashfs")
-def test_archive_with_hostile_texts(evil: SampleImage, check: Callable[..., None]) -> None:
+def test_archive_with_hostile_texts(evil, check):
     layouts = {
         "modern.tar": evil.modern_members(),
         "old.tar": evil.legacy_members(),
@@ -90,7 +90,7 @@ def test_archive_with_hostile_texts(evil: SampleImage, check: Callable[..., None
     check("sif", f"{EVIL}.tar")
 
 
-def test_record_beside_an_archive_with_hostile_texts(evil: SampleImage, check: Callable[..., None]) -> None:
+def test_record_beside_an_archive_with_hostile_texts(evil, check):
     data = tar_of_files(evil.modern_members())
     Path("x.tar").write_bytes(data)
     described = sidecar.Sidecar(
@@ -124,7 +124,7 @@ class EvilImage:
 
 
 @pytest.mark.programs("mksquashfs")
-def test_sif_with_hostile_texts(evil: SampleImage, check: Callable[..., None]) -> None:
+def test_sif_with_hostile_texts(evil, check):
     Path("x.tar").write_bytes(tar_of_files(evil.modern_members()))
     check("sif", "x.tar", "--no-test", "--compression", "gzip", code=0, shows=False)
     check("show", "x.sif", code=0)
@@ -133,9 +133,7 @@ def test_sif_with_hostile_texts(evil: SampleImage, check: Callable[..., None]) -
     check("sbom", "x.sif", code=0)
 
 
-def test_recipe_and_lock_with_hostile_texts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, check: Callable[..., None]
-) -> None:
+def test_recipe_and_lock_with_hostile_texts(tmp_path, monkeypatch, check):
     monkeypatch.chdir(tmp_path)
     escaped = json.dumps(EVIL)  # YAML reads it
     recipes = {
@@ -184,7 +182,7 @@ def record(programs: Path, **values: Any) -> None:
     (state / "7.json").write_text(json.dumps(job | values))
 
 
-def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
+def test_job_and_runs_with_hostile_texts(programs, check):
     small_sif.write(programs.parent / "x.sif")
     slurm = ("mn5", "-A", "a", "--qos", "acc_debug", "--time", "1h", "--image", "x.sif", "--", "dist-env")
     write_program(programs / "sbatch", "cat said >&2; exit 1")
@@ -207,7 +205,7 @@ def test_job_and_runs_with_hostile_texts(programs: Path, check: Callable[..., No
     check("status", "8" + EVIL, code=2)
 
 
-def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
+def test_remote_with_hostile_texts(programs, check):
     check("remote", "add", "far", "me@far", "--idle-timeout", "0", code=0, shows=False)
     for code in (1, 255):
         write_program(programs / "ssh", f"cat said >&2; exit {code}")
@@ -221,7 +219,7 @@ def test_remote_with_hostile_texts(programs: Path, check: Callable[..., None]) -
     check("doctor", "--on", "far")
 
 
-def test_doctor_with_hostile_texts(programs: Path, check: Callable[..., None]) -> None:
+def test_doctor_with_hostile_texts(programs, check):
     for name in (
         "docker",
         "podman",
@@ -235,7 +233,7 @@ def test_doctor_with_hostile_texts(programs: Path, check: Callable[..., None]) -
     check("doctor", "--json")
 
 
-def test_program_that_status_runs_cannot_steer_the_terminal(programs: Path) -> None:
+def test_program_that_status_runs_cannot_steer_the_terminal(programs):
     record(programs)
     write_program(programs / "squeue", "printf '\\033[32mgreen\\033[0m\\n'; cat said; cat said >&2")
     reader, writer = os.openpty()

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,7 +25,7 @@ def written(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return Path(shutil.copytree(WRITTEN / request.param, tmp_path / request.param))
 
 
-def test_files_begin_with_this_version() -> None:
+def test_files_begin_with_this_version():
     assert VERSIONS[0] == "0.3.0"
 
 
@@ -39,12 +37,12 @@ def test_files_begin_with_this_version() -> None:
         ("small.sqsh", ["sha256", "squashfs", "content", "manifest"]),
     ],
 )
-def test_every_check_of_an_image_passes(written: Path, name: str, checks: list[str]) -> None:
+def test_every_check_of_an_image_passes(written, name, checks):
     verdicts = {check.name: check.verdict for check in verify_file(written / name)}
     assert verdicts == dict.fromkeys(checks, "ok")
 
 
-def test_one_image_is_known_by_one_id(written: Path) -> None:
+def test_one_image_is_known_by_one_id(written):
     described = sidecar.read_sidecar(written / "small.tar.gz")
     assert described is not None
     assert described.manifest is not None
@@ -55,17 +53,17 @@ def test_one_image_is_known_by_one_id(written: Path) -> None:
 
 
 @pytest.mark.programs("mksquashfs")
-def test_converted_archive_is_up_to_date(written: Path, call: Callable[..., Any]) -> None:
+def test_converted_archive_is_up_to_date(written, call):
     code, out, err = call("sif", str(written / "small.tar.gz"), "-o", str(written / "small.sif"), "--no-test")
     assert (code, "up to date" in out) == (0, True), err
 
 
-def test_system_in_a_sif_is_read(written: Path) -> None:
+def test_system_in_a_sif_is_read(written):
     target = baked.read_target(written / "small.sif")
     assert (target.name, target.system.scheduler, target.system.fabric.kind) == ("cpu", "standalone", "tcp")
 
 
-def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_record_of_a_job_has_every_field(written, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(written / "state"))
     assert records.find_record("4711@far") == SubmittedJob(
         job=QueuedJob(
@@ -87,7 +85,7 @@ def test_record_of_a_job_has_every_field(written: Path, monkeypatch: pytest.Monk
     )
 
 
-def test_run_folder_is_read(written: Path) -> None:
+def test_run_folder_is_read(written):
     measurement = measured.last_numbers(written / "dist-train")
     assert measurement.step == 6
     assert measurement.loss is not None

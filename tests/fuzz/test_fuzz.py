@@ -36,7 +36,7 @@ def house() -> Iterator[House]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_kept_inputs_are_refused(house: House, name: str) -> None:
+def test_kept_inputs_are_refused(house, name):
     """Inputs at which a hunt once found a fault; a file's name is the digest of its bytes."""
     for path in sorted((CORPUS / name).glob("*")):
         assert not house.fault(name, path.read_bytes()), path
@@ -45,12 +45,12 @@ def test_kept_inputs_are_refused(house: House, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "make"), [pytest.param(name, make, id=f"{name}-{title}") for name, title, make in built.BUILT]
 )
-def test_hostile_input_ends_in_time_and_memory(house: House, name: str, make: Callable[[], bytes]) -> None:
+def test_hostile_input_ends_in_time_and_memory(house, name, make):
     assert not house.fault(name, make())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_changed_inputs_are_taken_or_refused(house: House, name: str) -> None:
+def test_changed_inputs_are_taken_or_refused(house, name):
     target = targets.by_name(name)
     seeds = target.seeds()
     random_change = strategies.builds(
@@ -78,9 +78,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("kind", SPECIAL)
-def test_pipe_or_device_is_refused_at_once(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pipe_or_device_is_refused_at_once(kind, tmp_path, monkeypatch):
     """The files that the readers of the table are given become pipes and devices."""
 
     def late(*_: object) -> None:
@@ -106,13 +104,13 @@ def test_pipe_or_device_is_refused_at_once(
     assert len(written) >= 15
 
 
-def test_house_notices_a_fault(house: House) -> None:
+def test_house_notices_a_fault(house):
     """The readers of this test are wrong on purpose: the house itself works."""
     for name, sign in (("fault", "ZeroDivisionError"), ("memory", "MemoryError"), ("circle", "TooManySteps")):
         assert sign in house.fault(f"wrong-{name}", b"x")
 
 
 @pytest.mark.soak
-def test_an_hour_with_new_inputs() -> None:
+def test_an_hour_with_new_inputs():
     minutes = float(os.environ.get("IMGKIT_FUZZ_MINUTES", "60"))
     assert hunt.hunt(targets.TARGETS, minutes, time.time_ns() & 0xFFFFFFFF) == 0

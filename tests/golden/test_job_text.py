@@ -12,7 +12,6 @@ import re
 import secrets
 import shlex
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ def printed(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_job_is_as_recorded(case: str) -> None:
+def test_job_is_as_recorded(case):
     file, text = JOBS / f"{case}.txt", printed(case)
     if os.environ.get("IMGKIT_UPDATE_GOLDEN") == "1":
         file.write_text(text, encoding="utf-8")
@@ -52,7 +51,7 @@ def test_job_is_as_recorded(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_job_passes_shellcheck(case: str, find_linter: Callable[[str], str]) -> None:
+def test_job_passes_shellcheck(case, find_linter):
     text = printed(case)
     if text.startswith(("apiVersion", "---")):
         return  # YAML: test_kubeflow_job compares it with Kubeflow's models
@@ -69,7 +68,7 @@ LINES = {**dict.fromkeys(USUAL, 28), "olivia": 42}
 
 
 @pytest.mark.parametrize("case", LINES)
-def test_usual_script_of_slurm_can_be_read_at_once(case: str) -> None:
+def test_usual_script_of_slurm_can_be_read_at_once(case):
     lines = (JOBS / f"{case}.txt").read_text(encoding="utf-8").splitlines()
     assert max(map(len, lines)) <= 110
     assert sum(not line.startswith("#SBATCH") for line in lines) <= LINES[case]
@@ -78,5 +77,5 @@ def test_usual_script_of_slurm_can_be_read_at_once(case: str) -> None:
     ] == []
 
 
-def test_no_record_without_case() -> None:
+def test_no_record_without_case():
     assert {path.stem for path in JOBS.glob("*.txt")} == set(CASES)

@@ -66,7 +66,7 @@ def filled(command: str, node_rank: int) -> str:
     return shlex.join(per_node.fill_placeholders(launch_plan.argv, values))
 
 
-def test_commands_are_as_recorded() -> None:
+def test_commands_are_as_recorded():
     commands = commands_of_page()
     assert len(commands) == 5
     lines = (f"node {rank}: {filled(command, rank)}\n" for command in commands for rank in range(2))
@@ -76,5 +76,5 @@ def test_commands_are_as_recorded() -> None:
     assert text == EXPECTED.read_text(encoding="utf-8"), "wanted? IMGKIT_UPDATE_GOLDEN=1 pytest tests/golden"
 
 
-def test_no_placeholder_is_left() -> None:
+def test_no_placeholder_is_left():
     assert not re.search(r"\{\w+\}", EXPECTED.read_text(encoding="utf-8"))

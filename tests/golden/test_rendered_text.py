@@ -50,7 +50,7 @@ def current(name: str, form: str) -> str:
 
 @pytest.mark.parametrize("form", RENDERERS)
 @pytest.mark.parametrize("name", RECIPES)
-def test_text_is_as_recorded(name: str, form: str) -> None:
+def test_text_is_as_recorded(name, form):
     file = EXPECTED / f"{name}.{form}"
     text = current(name, form)
     if os.environ.get("IMGKIT_UPDATE_GOLDEN") == "1":
@@ -58,12 +58,12 @@ def test_text_is_as_recorded(name: str, form: str) -> None:
     assert text == file.read_text(encoding="utf-8"), "wanted? IMGKIT_UPDATE_GOLDEN=1 pytest tests/golden"
 
 
-def test_no_record_without_recipe() -> None:
+def test_no_record_without_recipe():
     recorded = {path.name for path in EXPECTED.iterdir()}
     assert recorded == {f"{name}.{form}" for name in RECIPES for form in RENDERERS}
 
 
-def test_dockerfiles_pass_hadolint(tmp_path: Path, find_linter: Callable[[str], str]) -> None:
+def test_dockerfiles_pass_hadolint(tmp_path, find_linter):
     files = []
     for name in RECIPES:
         files.append(tmp_path / f"{name}.Dockerfile")
@@ -76,7 +76,7 @@ def test_dockerfiles_pass_hadolint(tmp_path: Path, find_linter: Callable[[str], 
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_shell_text_passes_shellcheck(tmp_path: Path, find_linter: Callable[[str], str]) -> None:
+def test_shell_text_passes_shellcheck(tmp_path, find_linter):
     scripts = []
     for name in RECIPES:
         recipe = loaded(name)
@@ -94,7 +94,7 @@ def test_shell_text_passes_shellcheck(tmp_path: Path, find_linter: Callable[[str
 
 
 @pytest.mark.parametrize("bad", ["cd /x", 'rm -rf $HOME/"$(ls)"', "[ 1 = 1 ]; echo $?x$y"])
-def test_shellcheck_sees_run_steps(tmp_path: Path, bad: str, find_linter: Callable[[str], str]) -> None:
+def test_shellcheck_sees_run_steps(tmp_path, bad, find_linter):
     """The check above is one: a step with a known mistake does not pass it."""
     (tmp_path / "bad.yaml").write_text(f"image: {{base: 'a:1', run: [{json.dumps(bad + ' $unset')}]}}")
     script = tmp_path / "bad.sh"

@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from job_records import queued_job
@@ -65,7 +64,7 @@ def of_client() -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("case", "name"), list(of_client()))
-def test_submission_has_options_of_the_reference_alone(case: str, name: str) -> None:
+def test_submission_has_options_of_the_reference_alone(case, name):
     text = (HERE / f"jobs/{case}.txt").read_text(encoding="utf-8")
     comments = [line[1:].strip() for line in text.splitlines() if line.startswith("#")]
     command = shlex.split("\n".join(line for line in text.splitlines() if not line.startswith("#")))
@@ -80,9 +79,7 @@ def test_submission_has_options_of_the_reference_alone(case: str, name: str) -> 
     ("form", "name"), [(f"runai-{client}", name) for client in ("v1", "v2") for name in REFERENCES[client]]
 )
 @pytest.mark.parametrize("nodes", ["1", "2"])
-def test_job_is_followed_by_commands_of_the_reference(
-    form: Literal["runai-v1", "runai-v2"], name: str, nodes: str
-) -> None:
+def test_job_is_followed_by_commands_of_the_reference(form, name, nodes):
     request = JobRequest.of(
         command=("dist-pi",), nodes=nodes, image="r/x:1", system_flags=(pods.PodFlags(format=form),)
     )
@@ -99,9 +96,7 @@ def test_job_is_followed_by_commands_of_the_reference(
     ("form", "name"), [(f"runai-{client}", name) for client in ("v1", "v2") for name in REFERENCES[client]]
 )
 @pytest.mark.parametrize("nodes", ["1", "2"])
-def test_pods_with_a_store_run_under_the_user_s_ids(
-    form: Literal["runai-v1", "runai-v2"], name: str, nodes: str
-) -> None:
+def test_pods_with_a_store_run_under_the_user_s_ids(form, name, nodes):
     request = JobRequest.of(
         command=("python", "train.py"),
         nodes=nodes,
@@ -127,13 +122,13 @@ def test_pods_with_a_store_run_under_the_user_s_ids(
     assert "mlo-scratch" in text
 
 
-def test_every_client_has_a_reference_and_a_job() -> None:
+def test_every_client_has_a_reference_and_a_job():
     names = {name for names in REFERENCES.values() for name in names}
     assert {path.stem for path in (HERE / "runai").glob("*.txt")} == names
     assert {name for _, name in of_client()} == names
 
 
-def test_option_of_another_client_is_noticed() -> None:
+def test_option_of_another_client_is_noticed():
     assert list(unknown(("runai", "training", "submit", "x", "--pvc", "a:/b", "--", "--gpu"), "3.0")) == [
         "--pvc"
     ]

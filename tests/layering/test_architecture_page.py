@@ -23,14 +23,14 @@ HALVES = {
 }
 
 
-def test_table_has_a_row_for_each_package() -> None:
+def test_table_has_a_row_for_each_package():
     rows = re.findall(r"^\| `(builder|entrypoints)/…/([a-z]+)/` \|", PAGE, re.MULTILINE)
     folders = {path.parent for half in HALVES.values() for path in half.glob("*/__init__.py")}
     assert sorted(HALVES[half] / package for half, package in rows) == sorted(folders)
 
 
 @pytest.mark.parametrize("container", ["imgkit_builder", "imgkit_entrypoints"])
-def test_page_shows_the_layers(container: str) -> None:
+def test_page_shows_the_layers(container):
     (layers,) = (contract["layers"] for contract in CONTRACTS if contract.get("containers") == [container])
     assert "\n".join(("```text", *layers, "```")) in PAGE
 
@@ -41,7 +41,7 @@ def has_name(package: Path, name: str) -> bool:
     return is_module or f"def {name}(" in (package / "__init__.py").read_text(encoding="utf-8")
 
 
-def test_arrows_of_the_drawing_exist() -> None:
+def test_arrows_of_the_drawing_exist():
     drawing = PAGE.split("```", 2)[1]
     labels = re.findall(r"--([a-z][^>]*?)-->", drawing)
     calls = [call for label in labels for call in re.findall(r"\b([a-z]+)\.([a-z_]+)", label)]
@@ -55,7 +55,7 @@ WALKS = re.findall(r"^### [^\n]+: \d+ before, (\d+) now\n\n(.+?)(?=\n#)", PAGE, 
 """Number of files in each walk, and its text."""
 
 
-def test_walks_name_files_that_exist_and_count_them() -> None:
+def test_walks_name_files_that_exist_and_count_them():
     assert len(WALKS) == 5
     folders = (*HALVES.values(), ROOT / "recipes/imgkit_recipes")
     for count, text in WALKS:

@@ -57,7 +57,7 @@ def messages_in(code: str) -> Iterator[str]:
             yield " ".join("".join(map(str, parts)).split())
 
 
-def test_titles_of_sections_are_messages_of_the_code() -> None:
+def test_titles_of_sections_are_messages_of_the_code():
     assert len(TITLES) > 25
     assert len(TITLES) == len(set(TITLES))
     messages = [message for path in SOURCES for message in messages_in(path.read_text(encoding="utf-8"))]
@@ -67,7 +67,7 @@ def test_titles_of_sections_are_messages_of_the_code() -> None:
     assert [title for title in TITLES if title not in text] == []
 
 
-def test_values_of_a_message_are_placeholders() -> None:
+def test_values_of_a_message_are_placeholders():
     code = '(f"a: {x} "\nf"of {y}, b", f"no file {path}")'
     assert {"a: … of …, b", "no file …"} <= set(messages_in(code))
 
@@ -80,12 +80,12 @@ def shape(value: object) -> object:
 
 
 @pytest.mark.parametrize("arguments", ["list", "list --systems", "list --bases", "doctor"])
-def test_example_of_json_has_the_keys_of_the_code(arguments: str) -> None:
+def test_example_of_json_has_the_keys_of_the_code(arguments):
     output = run("imgkit_builder", *arguments.split(), "--json").stdout
     assert shape(json.loads(output)) == shape(JSON_EXAMPLES[f"imgkit {arguments} --json"])
 
 
-def test_every_verb_with_json_has_an_example() -> None:
+def test_every_verb_with_json_has_an_example():
     generated = site_tool("generated")
     sections = re.findall(r"^## (imgkit \w+)$(.*?)^```$", generated.verbs_page(), re.MULTILINE | re.DOTALL)
     verbs = {verb for verb, text in sections if "--json" in text}
@@ -94,7 +94,7 @@ def test_every_verb_with_json_has_an_example() -> None:
     assert "## imgkit sif ./mine.yaml --json\n\n```json\n" in generated.json_page()
 
 
-def test_every_variable_of_the_code_is_in_the_table() -> None:
+def test_every_variable_of_the_code_is_in_the_table():
     table = set(re.findall(r"\bIMGKIT_[A-Z_]+\b", (DOCS / "reference/environment.md").read_text()))
     flags = [
         action.option_strings[0]
@@ -131,7 +131,7 @@ def options_on(page: Path) -> Iterator[tuple[str, str]]:
                     yield command, argument.partition("=")[0]
 
 
-def test_options_on_the_pages_exist() -> None:
+def test_options_on_the_pages_exist():
     generated = site_tool("generated")
     helps: dict[str, str] = {}
     for text in (generated.verbs_page(), generated.commands_page()):
@@ -146,7 +146,7 @@ def test_options_on_the_pages_exist() -> None:
     assert unknown == []
 
 
-def test_table_of_exit_codes_is_that_of_the_code() -> None:
+def test_table_of_exit_codes_is_that_of_the_code():
     codes = {getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_")}
     rows = re.findall(r"^\| (\d+) \|", (DOCS / "reference/json.md").read_text(), re.MULTILINE)
     assert {int(row) for row in rows} == {0, INTERRUPTED} | codes
@@ -160,7 +160,7 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md"])
-def test_link_of_a_page_outside_the_site_leads_somewhere(page: str) -> None:
+def test_link_of_a_page_outside_the_site_leads_somewhere(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", (ROOT / page).read_text(encoding="utf-8")):
         if "://" in link:
             continue
@@ -170,7 +170,7 @@ def test_link_of_a_page_outside_the_site_leads_somewhere(page: str) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
-def test_generated_table_explains_every_key_of_a_recipe() -> None:
+def test_generated_table_explains_every_key_of_a_recipe():
     generated = site_tool("generated")
     page = generated.keys_page(generated.recipe_schema())
     rows = re.findall(r"^\| `([\w.]+)` \|(?:.*\|)? *(.*?) *\|$", page, re.MULTILINE)
@@ -179,14 +179,14 @@ def test_generated_table_explains_every_key_of_a_recipe() -> None:
     assert [key for key, meaning in rows if not meaning] == []
 
 
-def test_generated_pages_have_every_command() -> None:
+def test_generated_pages_have_every_command():
     verbs, commands = site_tool("generated").verbs_page(), site_tool("generated").commands_page()
     assert [verb for verb in VERBS if f"## imgkit {verb}\n\n```text\nUsage: imgkit {verb}" not in verbs] == []
     names = [command.name for command in COMMANDS]
     assert [name for name in names if f"## {name}\n\n```text\nusage: " not in commands] == []
 
 
-def test_sections_of_docstrings_become_fields() -> None:
+def test_sections_of_docstrings_become_fields():
     docstring = "What it does.\n\nRaises\n------\nNoPlan : two lines\n    of text.\n\nNotes\n-----\nSo."
     text = "\n".join(site_tool("docstrings").fields(docstring.split("\n")))
     assert ":raises NoPlan: two lines\n    of text." in text
@@ -204,18 +204,18 @@ def test_sections_of_docstrings_become_fields() -> None:
         ("a.svg", "<style>@font-face { src: url(https://f.example/f) }", "loads from elsewhere: url(http"),
     ],
 )
-def test_bad_link_of_the_site_is_noticed(tmp_path: Path, name: str, text: str, problem: str) -> None:
+def test_bad_link_of_the_site_is_noticed(tmp_path, name, text, problem):
     (tmp_path / name).write_text(f'<h1 id="top">A</h1><a href="#top">up</a>{text}')
     assert list(site_tool("check_site").problems(tmp_path)) == [f"{name}: {problem}"]
 
 
-def test_citation_is_valid() -> None:
+def test_citation_is_valid():
     schema = ("--builtin-schema", "vendor.citation-file-format")
     result = run("check_jsonschema", *schema, str(ROOT / "CITATION.cff"))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_hooks_run_tools_that_ci_runs() -> None:
+def test_hooks_run_tools_that_ci_runs():
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"][0][
         "hooks"
     ]
@@ -229,7 +229,7 @@ def merge_markers(folder: Path) -> list[str]:
     return subprocess.run(argv, cwd=folder, stdout=subprocess.PIPE, text=True).stdout.splitlines()
 
 
-def test_no_file_has_markers_of_a_merge(tmp_path: Path) -> None:
+def test_no_file_has_markers_of_a_merge(tmp_path):
     assert merge_markers(ROOT) == []
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     lines = ("<" * 7 + " HEAD", "one", "=" * 7, "other", ">" * 7 + " 31eeac2 (a change)", "=" * 9)

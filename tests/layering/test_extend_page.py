@@ -82,7 +82,7 @@ def pass_tests(code: Path, tests: Path, *options: str) -> None:
     assert result.returncode == 0, result.stdout[-6000:]
 
 
-def test_new_system_is_listed_and_renders(code: Path, work: Path) -> None:
+def test_new_system_is_listed_and_renders(code, work):
     systems = imgkit(code, work, "list", "--systems").stdout
     assert re.search(r"^fakecluster +slurm +documented +Fakecluster$", systems, re.MULTILINE)
     job = ("./mine.yaml", "-A", "me", "--nodes", "2", "--", "dist-hello")
@@ -91,26 +91,26 @@ def test_new_system_is_listed_and_renders(code: Path, work: Path) -> None:
     assert {"#SBATCH --gres=gpu:4", "#SBATCH --partition=gpu"} <= set(script.stdout.splitlines())
 
 
-def test_job_without_the_required_account_is_refused(code: Path, work: Path) -> None:
+def test_job_without_the_required_account_is_refused(code, work):
     result = imgkit(code, work, "run", "--dry-run", "./mine.yaml", "--", "dist-hello")
     assert (result.returncode, "--account" in result.stderr) == (2, True)
 
 
-def test_new_key_becomes_a_variable(code: Path, work: Path) -> None:
+def test_new_key_becomes_a_variable(code, work):
     dockerfile = imgkit(code, work, "render", "./mine.yaml").stdout
     assert '\nENV TZ="Europe/Madrid" PYTHONNOUSERSITE="1"\n' in dockerfile
     definition = imgkit(code, work, "render", "--format", "def", "./mine.yaml").stdout
     assert "\n    export TZ=Europe/Madrid\n" in definition
 
 
-def test_wrong_value_of_the_new_key_is_refused(code: Path, work: Path) -> None:
+def test_wrong_value_of_the_new_key_is_refused(code, work):
     (work / "mine.yaml").write_text(RECIPE.replace("Europe/Madrid", "CEST+1"))
     result = imgkit(code, work, "check", "mine.yaml")
     assert [result.stderr] == blocks("A recipe key", "text")
     assert result.returncode == 2
 
 
-def test_unit_tests_of_recipes_pass_with_the_new_key(code: Path) -> None:
+def test_unit_tests_of_recipes_pass_with_the_new_key(code):
     slow = ("test_recipe_fuzz.py", "test_sources.py", "test_extends_merge.py")  # they read no key
     ignored = (f"--ignore={code / RECIPE_TESTS / name}" for name in slow)
     # Messages name all keys and systems: as the page says, the new ones are added to them.
@@ -120,7 +120,7 @@ def test_unit_tests_of_recipes_pass_with_the_new_key(code: Path) -> None:
     pass_tests(code, code / RECIPE_TESTS, *ignored)
 
 
-def test_new_launcher_places_a_node(code: Path, work: Path) -> None:
+def test_new_launcher_places_a_node(code, work):
     (line,) = re.findall(r"^    (FAKERUN_.*) dist-hello --dry-run$", PAGE, re.MULTILINE)
     env = dict(variable.split("=", 1) for variable in line.split())
     plan = json.loads(dist(code, work, "dist-hello", "--dry-run", "--json", **env).stdout)
@@ -140,14 +140,12 @@ def test_new_launcher_places_a_node(code: Path, work: Path) -> None:
     ],
     ids=["one-node-of-two", "two-launchers"],
 )
-def test_wrong_start_of_the_new_launcher_is_refused(
-    code: Path, work: Path, env: dict[str, str], hint: str
-) -> None:
+def test_wrong_start_of_the_new_launcher_is_refused(code, work, env, hint):
     result = dist(code, work, "dist-hello", "--dry-run", "--json", FAKERUN_RANK="0", **env)
     assert (result.returncode, hint in result.stderr) == (5, True)
 
 
-def test_new_collective_is_listed_with_its_factor(code: Path, work: Path) -> None:
+def test_new_collective_is_listed_with_its_factor(code, work):
     assert re.search(
         r"\bscatter, all_gather_list\b", dist(code, work, "dist-bench", "--help", COLUMNS="200").stdout
     )
@@ -158,11 +156,11 @@ def test_new_collective_is_listed_with_its_factor(code: Path, work: Path) -> Non
     assert run(code, work, "-c", program.format("all_gather_list")).stdout == "0.75\n"
 
 
-def test_new_known_issue_passes_its_fixtures(code: Path) -> None:
+def test_new_known_issue_passes_its_fixtures(code):
     pass_tests(code, code / ISSUE_TESTS / "test_known_issues.py")
 
 
-def test_new_known_issue_is_listed_with_its_condition(code: Path, work: Path) -> None:
+def test_new_known_issue_is_listed_with_its_condition(code, work):
     listing = dist(code, work, "dist-doctor", "--known-issues", IMGKIT_ROOT=str(work)).stdout
     (line,) = (line for line in listing.splitlines() if "fakefabric-checksums" in line)
     assert line.split(maxsplit=3)[3] == "needs fabric == slingshot (fabric tcp)"

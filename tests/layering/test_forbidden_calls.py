@@ -37,16 +37,16 @@ def refused_lines(*lines: str) -> list[str]:
     return refused[0]
 
 
-def test_foreign_json_and_tars_have_one_reader() -> None:
+def test_foreign_json_and_tars_have_one_reader():
     calls = ("json.loads(text)", "json.load(stream)", "json.JSONDecoder()", "tarfile.open(path)")
     assert refused_lines(*calls, "json.dumps(value)", "tarfile.TarInfo(name)") == list(calls)
 
 
-def test_one_module_compares_data_with_annotations() -> None:
+def test_one_module_compares_data_with_annotations():
     assert refused_lines("typing.get_type_hints(model)") == ["typing.get_type_hints(model)"]
 
 
-def test_pickles_are_read_in_one_place() -> None:
+def test_pickles_are_read_in_one_place():
     calls = (
         "torch.load(path)",
         "torch.distributed.all_gather_object(rows, value)",
@@ -56,7 +56,7 @@ def test_pickles_are_read_in_one_place() -> None:
     assert refused_lines(*calls, "torch.distributed.all_gather(rows, value)") == list(calls)
 
 
-def test_one_module_prints() -> None:
+def test_one_module_prints():
     calls = (
         "print(text)",
         "print(text, file=sys.stderr)",
@@ -101,7 +101,7 @@ def exits_with_foreign_text(text: str) -> list[int]:
     ]
 
 
-def test_no_exit_prints_a_foreign_text() -> None:
+def test_no_exit_prints_a_foreign_text():
     assert exits_with_foreign_text("sys.exit(str(error))\nraise SystemExit(f'{host} is lost')") == [1, 2]
     assert exits_with_foreign_text("sys.exit(1)\nsys.exit('text')\nsys.exit(terminal.shown(error))") == []
     assert [path for path, text in product_modules().items() if exits_with_foreign_text(text)] == []
@@ -199,7 +199,7 @@ def open_mode(call: ast.Call, owner: str) -> str:
         ("text.replace('a', 'b')", set()),
     ],
 )
-def test_access_to_a_file_is_noticed(text: str, access: set[str]) -> None:
+def test_access_to_a_file_is_noticed(text, access):
     assert file_access(text) == access
 
 
@@ -207,13 +207,13 @@ def modules_with(access: str) -> set[str]:
     return {path for path, text in product_modules().items() if access in file_access(text)}
 
 
-def test_files_are_written_in_one_place() -> None:
+def test_files_are_written_in_one_place():
     assert modules_with("write") == WRITERS.keys()
     calls = ("os.open(path, flags)", "os.replace(a, b)", "shutil.copyfile(a, b)", "tempfile.mktemp()")
     assert refused_lines(*calls, "tempfile.mkdtemp()", "shutil.rmtree(path)") == list(calls)
 
 
-def test_files_of_others_are_opened_in_one_place() -> None:
+def test_files_of_others_are_opened_in_one_place():
     assert modules_with("read") == READERS.keys()
 
 
@@ -222,7 +222,7 @@ CLOSED_NAMES = {'"$said/$rank"', '"$secret"', '"$dir/code.json"', '"$last"'}
 """Names of mktemp, and names in the run folder, which is closed to others."""
 
 
-def test_job_scripts_write_where_others_cannot() -> None:
+def test_job_scripts_write_where_others_cannot():
     targets: set[str] = set()
     for path in TEMPLATES.glob("*.j2"):
         for line in path.read_text(encoding="utf-8").splitlines():

@@ -51,11 +51,11 @@ def modules_below(folder: Path, root: Path) -> list[str]:
     ]
 
 
-def test_blocked_import_is_refused() -> None:
+def test_blocked_import_is_refused():
     assert run_blocked(("docker",), "import docker").stderr.endswith("ImportError: docker is blocked\n")
 
 
-def test_package_loads_no_module_of_its_own() -> None:
+def test_package_loads_no_module_of_its_own():
     body = (
         "import imgkit_builder\nprint([name for name in sys.modules if name.startswith('imgkit_builder.')])"
     )
@@ -63,12 +63,12 @@ def test_package_loads_no_module_of_its_own() -> None:
     assert result.stdout == "[]\n", result.stderr
 
 
-def test_recipe_data_imports_nothing_heavy() -> None:
+def test_recipe_data_imports_nothing_heavy():
     blocked = (*HEAVY, "imgkit_builder", "imgkit_entrypoints", "yaml", "typer")
     assert run_blocked(blocked, "import imgkit_recipes").returncode == 0
 
 
-def test_launcher_starts_without_torch_and_builder() -> None:
+def test_launcher_starts_without_torch_and_builder():
     root = ROOT / "entrypoints"
     modules = modules_below(root / "imgkit_entrypoints", root)
     launcher = [module for module in modules if module.split(".")[1:2] not in (["apps"], ["run"])]
@@ -77,13 +77,13 @@ def test_launcher_starts_without_torch_and_builder() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_run_library_imports_torch_at_its_first_use() -> None:
+def test_run_library_imports_torch_at_its_first_use():
     result = run_blocked(("torch",), "import imgkit_entrypoints.run as run\nprint('imported')\nrun.Run")
     assert result.stdout == "imported\n"
     assert result.stderr.endswith("ImportError: torch is blocked\n")
 
 
-def test_jobs_and_checks_load_pure_python() -> None:
+def test_jobs_and_checks_load_pure_python():
     # They load more when they read a recipe. A contract holds sif, archive and what these import.
     root = ROOT / "builder"
     packages = ("examine", "job")
@@ -94,7 +94,7 @@ def test_jobs_and_checks_load_pure_python() -> None:
 
 
 @pytest.mark.parametrize("verb", ["", "sif", "build", "render"])
-def test_help_imports_nothing_heavy(verb: str) -> None:
+def test_help_imports_nothing_heavy(verb):
     argv = ["imgkit", *verb.split(), "--help"]
     body = f"sys.argv = {argv}\nfrom imgkit_builder.__main__ import main\nmain()"
     result = run_blocked((*HEAVY, "rich.progress"), body)
@@ -162,10 +162,10 @@ def exit_code_and_compiled(folder: Path, arguments: str) -> str:
         (f"sif {WRITTEN}/small.tar.gz --format sqsh -o new.sqsh", 0),
     ],
 )
-def test_command_loads_nothing_compiled(tmp_path: Path, arguments: str, code: int) -> None:
+def test_command_loads_nothing_compiled(tmp_path, arguments, code):
     # One environment on a shared file system serves nodes of several architectures.
     assert exit_code_and_compiled(tmp_path, arguments) in (f"{code} []", f"{EXIT_TOOL_MISSING} []")
 
 
-def test_command_that_reads_a_recipe_loads_compiled_code(tmp_path: Path) -> None:
+def test_command_that_reads_a_recipe_loads_compiled_code(tmp_path):
     assert "pydantic_core" in exit_code_and_compiled(tmp_path, "check mn5")

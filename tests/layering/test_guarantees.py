@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "tests/guarantees.md").read_text(encoding="utf-8")
 
 
-def test_every_guarantee_names_tests_that_exist() -> None:
+def test_every_guarantee_names_tests_that_exist():
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
     tests = set(re.findall(r"^def (test_\w+)\(", code, re.MULTILINE))
     named = set(re.findall(r"`(test_\w+)`", TEXT))

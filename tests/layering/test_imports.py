@@ -23,7 +23,7 @@ CONTRACTS = PROJECT["tool"]["importlinter"]["contracts"]
 FOLDERS = {"imgkit_builder": ROOT / "builder", "imgkit_entrypoints": ROOT / "entrypoints"}
 
 
-def test_entry_points_import_the_standard_library_and_torch() -> None:
+def test_entry_points_import_the_standard_library_and_torch():
     graph = grimp.build_graph("imgkit_entrypoints", include_external_packages=True)
     libraries = {module for module in graph.modules if graph.is_module_squashed(module)}
     # wandb: a run names this logger, and its image has it.
@@ -59,7 +59,7 @@ def names_in_strings(text: str) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
-def test_no_string_names_a_module_above_its_own_package() -> None:
+def test_no_string_names_a_module_above_its_own_package():
     layers = package_layers()
     upward = []
     for half, folder in FOLDERS.items():
@@ -71,13 +71,13 @@ def test_no_string_names_a_module_above_its_own_package() -> None:
     assert upward == []
 
 
-def test_name_in_a_string_is_noticed() -> None:
+def test_name_in_a_string_is_noticed():
     text = '"""imgkit_builder.cli"""\nrun("-m", "imgkit_entrypoints.apps.train", "imgkit_builder")'
     assert list(names_in_strings(text)) == [("imgkit_entrypoints.apps.train", 2)]
 
 
 @pytest.mark.parametrize("half", FOLDERS)
-def test_class_name_has_one_meaning(half: str) -> None:
+def test_class_name_has_one_meaning(half):
     texts = (path.read_text(encoding="utf-8") for path in FOLDERS[half].rglob("*.py"))
     names = Counter(name for text in texts for name in re.findall(r"^ *class (\w+)", text, re.MULTILINE))
     assert [name for name, count in names.items() if count > 1] == []

@@ -43,7 +43,7 @@ def names_in(text: str) -> Iterator[str]:
             yield f"{module}.{name}"
 
 
-def test_named_modules_and_files_exist() -> None:
+def test_named_modules_and_files_exist():
     argv = ["git", "ls-files", "-co", "--exclude-standard"]
     listing = subprocess.run(argv, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     missing = []
@@ -60,7 +60,7 @@ def test_named_modules_and_files_exist() -> None:
     assert missing == []
 
 
-def test_missing_module_and_page_are_noticed() -> None:
+def test_missing_module_and_page_are_noticed():
     text = 'from imgkit_builder.sif import (\n    gone,\n    image as it,\n)  # "see docs/gone.md"'
     names = list(names_in(text))
     assert names == [

@@ -37,7 +37,7 @@ def compared_names(text: str) -> Iterator[tuple[str, int]]:
                     yield element.value, element.lineno
 
 
-def test_no_code_compares_names_of_runtimes_or_schedulers() -> None:
+def test_no_code_compares_names_of_runtimes_or_schedulers():
     comparisons: dict[str, int] = {}
     for path in sorted(BUILDER.rglob("*.py")):
         file = path.relative_to(BUILDER).as_posix()
@@ -47,7 +47,7 @@ def test_no_code_compares_names_of_runtimes_or_schedulers() -> None:
     assert comparisons == EXCEPTIONS
 
 
-def test_comparison_with_a_name_is_noticed() -> None:
+def test_comparison_with_a_name_is_noticed():
     text = (
         "kind == 'docker' or 'host' in kinds or kind not in ('pyxis', 'other')\n"
         "match system:\n    case 'slurm' | 'none':\n        pass\n"

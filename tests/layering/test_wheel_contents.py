@@ -70,7 +70,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return install(wheel, tmp_path_factory.mktemp("venv"))
 
 
-def test_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
+def test_wheel_holds_the_packages_and_their_data(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == PACKAGES
     data = {
@@ -83,19 +83,17 @@ def test_wheel_holds_the_packages_and_their_data(wheel: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["recipes", "builder", "entrypoints", "ci"])
-def test_checkout_folders_are_no_packages(name: str) -> None:
+def test_checkout_folders_are_no_packages(name):
     # A top-level module `entrypoints` would shadow a real package that Jupyter installs in NGC images.
     assert not (ROOT / name / "__init__.py").exists()
 
 
-def test_installed_wheel_is_not_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_installed_wheel_is_not_the_checkout(installed, tmp_path):
     code = "import imgkit_builder, imgkit_entrypoints; print(imgkit_builder.__file__)"
     assert str(ROOT) not in output(installed / "python", "-c", code, cwd=tmp_path)
 
 
-def test_installed_wheel_and_sdist_render_as_the_checkout(
-    installed: Path, sdist: Path, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_installed_wheel_and_sdist_render_as_the_checkout(installed, sdist, tmp_path_factory, tmp_path):
     from_sdist = install(sdist, tmp_path_factory.mktemp("venv"), "--no-build-isolation")
     dockerfile = output(sys.executable, "-m", "imgkit_builder", "render", "mn5", cwd=tmp_path)
     assert "FROM nvcr.io/nvidia/pytorch:24.03-py3" in dockerfile
@@ -104,43 +102,43 @@ def test_installed_wheel_and_sdist_render_as_the_checkout(
     assert "mn5" in output(installed / "imgkit", "list", cwd=tmp_path).split()
 
 
-def test_command_named_like_the_package_is_imgkit(installed: Path, tmp_path: Path) -> None:
+def test_command_named_like_the_package_is_imgkit(installed, tmp_path):
     assert output(installed / "imgkit-hpc", "render", "cpu", cwd=tmp_path).startswith("# ")
     assert run(installed / "imgkit-hpc", "render", "mn55", cwd=tmp_path).returncode == 2
 
 
-def test_unknown_recipe_is_refused(installed: Path, tmp_path: Path) -> None:
+def test_unknown_recipe_is_refused(installed, tmp_path):
     result = run(installed / "imgkit", "render", "mn55", cwd=tmp_path)
     assert result.returncode == 2
     assert "mn5" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_installed_wheel_has_every_command_of_the_image(installed: Path, tmp_path: Path) -> None:
+def test_installed_wheel_has_every_command_of_the_image(installed, tmp_path):
     assert {path.name for path in installed.glob("dist-*")} == {command.name for command in COMMANDS}
     result = run(installed / "dist-pi", "--dry-run", "--json", cwd=tmp_path)
     assert '"mode": "torchrun"' in result.stdout, result.stderr
 
 
-def test_command_of_another_name_is_refused(installed: Path, tmp_path: Path) -> None:
+def test_command_of_another_name_is_refused(installed, tmp_path):
     result = run(shutil.copy(installed / "dist-pi", tmp_path / "dist-tau"), cwd=tmp_path)
     assert result.returncode == 2
     assert "dist-tau: unknown command 'dist-tau'" in result.stderr
 
 
-def test_package_index_would_take_wheel_and_sdist(wheel: Path, sdist: Path) -> None:
+def test_package_index_would_take_wheel_and_sdist(wheel, sdist):
     twine = (sys.executable, "-m", "twine", "check", "--strict")
     assert output(*twine, wheel, sdist).count("PASSED") == 2
 
 
-def test_sdist_holds_what_a_reader_of_it_needs(sdist: Path) -> None:
+def test_sdist_holds_what_a_reader_of_it_needs(sdist):
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"README.md", "LICENSE", "CHANGELOG.md", "CITATION.cff", "docs/index.md", "ci/check"} <= names
     assert [name for name in names if name.startswith((".venv", "build/", "docs/reference/generated"))] == []
 
 
-def test_version_has_a_heading_in_the_changelog() -> None:
+def test_version_has_a_heading_in_the_changelog():
     version = re.escape(imgkit_entrypoints.__version__)
     changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     assert re.search(rf"^## \[?{version}\]?", changelog, re.MULTILINE)
@@ -159,7 +157,7 @@ def copy_checkout(folder: Path, time_s: int, umask: int) -> Path:
     return folder
 
 
-def test_two_builds_of_one_commit_are_the_same_bytes(tmp_path: Path) -> None:
+def test_two_builds_of_one_commit_are_the_same_bytes(tmp_path):
     if run("git", "rev-parse").returncode:
         pytest.skip("not a git checkout")
     builds = []

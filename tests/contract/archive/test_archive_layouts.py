@@ -58,7 +58,7 @@ def assert_archive_of(sample: SampleImage, data: bytes, tmp_path: Path) -> None:
     assert_laid_out(lay(write(tmp_path, data), tmp_path), sample)
 
 
-def test_older_layout_manifest_last(archive: Path, sample: SampleImage, tmp_path: Path) -> None:
+def test_older_layout_manifest_last(archive, sample, tmp_path):
     laid = lay(archive, tmp_path)
     assert_laid_out(laid, sample)
     assert laid.names == ("made:latest",)
@@ -105,30 +105,24 @@ LAYOUTS: dict[str, Callable[[SampleImage], bytes]] = {
 
 
 @pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
-def test_image_of_every_layout(
-    sample: SampleImage, tmp_path: Path, make: Callable[[SampleImage], bytes]
-) -> None:
+def test_image_of_every_layout(sample, tmp_path, make):
     assert_archive_of(sample, make(sample), tmp_path)
 
 
 @pytest.mark.parametrize("packed", ["archive", "layers"])
-def test_zstd_is_unpacked(
-    sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes], packed: str
-) -> None:
+def test_zstd_is_unpacked(sample, tmp_path, zstd, packed):
     data = tar_of_files(sample.modern_members(zstd) if packed == "layers" else sample.legacy_members())
     assert_archive_of(sample, data if packed == "layers" else zstd(data), tmp_path)
 
 
-def test_zstd_archive_without_program(
-    sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zstd_archive_without_program(sample, tmp_path, zstd, monkeypatch):
     path = write(tmp_path, zstd(tar_of_files(sample.legacy_members())))
     monkeypatch.setenv("PATH", str(tmp_path))
     with refused(ToolMissing, "zstd is not on PATH", hint="zstd -d"):
         lay_out(path, tmp_path / "laid")
 
 
-def test_equal_layers_by_symlink(sample: SampleImage, tmp_path: Path) -> None:
+def test_equal_layers_by_symlink(sample, tmp_path):
     """Docker 20.10 writes a layer that occurs twice as a link to the other one."""
     twice = dataclasses.replace(sample, layers=[*sample.layers[:2], sample.layers[0]])
     members = twice.legacy_members()
@@ -138,7 +132,7 @@ def test_equal_layers_by_symlink(sample: SampleImage, tmp_path: Path) -> None:
     assert_archive_of(twice, tar_of_files(members, links), tmp_path)
 
 
-def test_oci_folder_by_hard_links(sample: SampleImage, tmp_path: Path) -> None:
+def test_oci_folder_by_hard_links(sample, tmp_path):
     source = tmp_path / "oci"
     for name, data in sample.modern_members().items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -151,7 +145,7 @@ def test_oci_folder_by_hard_links(sample: SampleImage, tmp_path: Path) -> None:
     assert (source / "blobs/sha256" / blob.name).read_bytes() == sample.layers[0]
 
 
-def test_oci_folder_damaged_layer(sample: SampleImage, tmp_path: Path) -> None:
+def test_oci_folder_damaged_layer(sample, tmp_path):
     source = tmp_path / "oci"
     for name, data in sample.modern_members().items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +154,7 @@ def test_oci_folder_damaged_layer(sample: SampleImage, tmp_path: Path) -> None:
         lay_out(source, tmp_path / "laid")
 
 
-def test_peek_reads_no_layers(archive: Path, sample: SampleImage, tmp_path: Path) -> None:
+def test_peek_reads_no_layers(archive, sample, tmp_path):
     config = peek_config(Archive(path=archive))
     assert config is not None
     assert config.image_id == sample.image_id

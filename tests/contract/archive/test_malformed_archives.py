@@ -297,14 +297,14 @@ def write(tmp_path: Path, data: bytes, name: str = "image.tar") -> Path:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_damage_refused(case: Case, sample: SampleImage, tmp_path: Path) -> None:
+def test_damage_refused(case, sample, tmp_path):
     with refused(case.refusal, case.says, hint=case.hint) as caught:
         lay_out(write(tmp_path, case.make(sample)), tmp_path / "laid")
     assert str(tmp_path) in str(caught.value.where) or "layer" in str(caught.value)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_damage_fails_verify(case: Case, sample: SampleImage, tmp_path: Path) -> None:
+def test_damage_fails_verify(case, sample, tmp_path):
     path = write(tmp_path, case.make(sample))
     if case.check == "usage":
         with pytest.raises(UsageError, match=case.verify_message or NO_ARCHIVE):
@@ -321,7 +321,7 @@ def test_damage_fails_verify(case: Case, sample: SampleImage, tmp_path: Path) ->
         assert re.search(case.verify_message or case.says, failed[case.check].found)
 
 
-def test_flipped_blob_fails_its_layer_too(sample: SampleImage, tmp_path: Path) -> None:
+def test_flipped_blob_fails_its_layer_too(sample, tmp_path):
     path = write(tmp_path, flip(tar_of_files(sample.modern_members()), b"threexxx"))
     assert {name for name, check in run_checks(path).items() if check.verdict == "fail"} == {
         "archive",
@@ -329,16 +329,14 @@ def test_flipped_blob_fails_its_layer_too(sample: SampleImage, tmp_path: Path) -
     }
 
 
-def test_truncated_zstd_refused(sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes]) -> None:
+def test_truncated_zstd_refused(sample, tmp_path, zstd):
     path = write(tmp_path, zstd(legacy(sample))[:-20], "image.tar.zst")
     assert run_checks(path)["archive"].verdict == "fail"
     with pytest.raises(CheckFailed, match="zstd data is damaged"):
         lay_out(path, tmp_path / "laid")
 
 
-def test_too_many_members_refused(
-    sample: SampleImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_members_refused(sample, tmp_path, monkeypatch):
     monkeypatch.setattr(read, "MAX_MEMBERS", 5)
     path = write(tmp_path, legacy(sample))
     with pytest.raises(UsageError, match="more than 5 members"):
@@ -347,7 +345,7 @@ def test_too_many_members_refused(
 
 
 @pytest.mark.parametrize("name", ["../../evil", "/etc/evil", "a/../../evil", "spool/../../evil"])
-def test_names_never_become_paths(sample: SampleImage, tmp_path: Path, name: str) -> None:
+def test_names_never_become_paths(sample, tmp_path, name):
     inside = tmp_path / "deep/er"
     inside.mkdir(parents=True)
     path = write(tmp_path, tar_of_files({name: b"evil", **sample.legacy_members()}))
@@ -362,9 +360,7 @@ def test_names_never_become_paths(sample: SampleImage, tmp_path: Path, name: str
 
 
 @pytest.mark.parametrize("packed", ["archive", "layers", "both"])
-def test_archive_made_to_fill_the_disk_refused(
-    sample: SampleImage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packed: str
-) -> None:
+def test_archive_made_to_fill_the_disk_refused(sample, tmp_path, monkeypatch, packed):
     """Eight thousand bytes of gzip unpack to eight million."""
     monkeypatch.setattr(compressed, "UNPACKED_LEAST_BYTES", 10**6)
     big = dataclasses.replace(sample, layers=[layer_tar("big", 8 << 20)])
@@ -385,7 +381,7 @@ def test_archive_made_to_fill_the_disk_refused(
     assert laid.config.image_id == big.image_id
 
 
-def test_archive_made_to_fill_the_memory_refused(sample: SampleImage, tmp_path: Path) -> None:
+def test_archive_made_to_fill_the_memory_refused(sample, tmp_path):
     """Forty files of 4 MiB that look like JSON, in 200 kB."""
     path = tmp_path / "image.tar.gz"
     text = b"{" + b" " * ((4 << 20) - 1)
@@ -398,7 +394,7 @@ def test_archive_made_to_fill_the_memory_refused(sample: SampleImage, tmp_path: 
     assert (check.verdict, "more than 32 MiB together" in check.found) == ("fail", True)
 
 
-def test_folder_made_to_fill_the_disk_refused(sample: SampleImage, tmp_path: Path) -> None:
+def test_folder_made_to_fill_the_disk_refused(sample, tmp_path):
     for name, data in sample.oci_members(gzip.compress).items():
         (tmp_path / "oci" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "oci" / name).write_bytes(data)
@@ -407,12 +403,12 @@ def test_folder_made_to_fill_the_disk_refused(sample: SampleImage, tmp_path: Pat
     lay_out(tmp_path / "oci", tmp_path / "more")
 
 
-def test_verify_refuses_a_configuration_without_os(sample: SampleImage, tmp_path: Path) -> None:
+def test_verify_refuses_a_configuration_without_os(sample, tmp_path):
     path = write(tmp_path, config_without(sample, "os"))
     assert "no operating system" in run_checks(path)["archive"].found
 
 
-def test_damage_at_the_start_is_hashed_to_the_end(sample: SampleImage, tmp_path: Path) -> None:
+def test_damage_at_the_start_is_hashed_to_the_end(sample, tmp_path):
     big = dataclasses.replace(sample, layers=[layer_tar("big", 3 << 20)])
     data = flip(legacy(big), b"ustar")
     path = write(

@@ -7,12 +7,11 @@ import dataclasses
 import gzip
 import json
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from bit_flips import flip
-from sample_image import SampleImage, run_checks, verdicts
+from sample_image import run_checks, verdicts
 from tars import tar_of_files
 
 from imgkit_builder.archive import read, sidecar
@@ -45,16 +44,16 @@ def describe(path: Path, **changes: object) -> Sidecar:
     return record
 
 
-def test_good_archive_passes_everything(archive: Path) -> None:
+def test_good_archive_passes_everything(archive):
     describe(archive)
     assert verdicts(archive) == GOOD
 
 
-def test_archive_without_sidecar_warns(archive: Path) -> None:
+def test_archive_without_sidecar_warns(archive):
     assert verdicts(archive) == ALONE
 
 
-def test_checksum_alone_is_enough(archive: Path) -> None:
+def test_checksum_alone_is_enough(archive):
     describe(archive)
     sidecar.json_path(archive).unlink()
     assert verdicts(archive) == GOOD | {"sidecar": "skip"}
@@ -62,16 +61,14 @@ def test_checksum_alone_is_enough(archive: Path) -> None:
 
 @pytest.mark.parametrize("pack", [bytes, gzip.compress])
 @pytest.mark.parametrize("layout", ["modern_members", "oci_members"])
-def test_every_layout_passes_with_its_sidecar(
-    sample: SampleImage, tmp_path: Path, layout: str, pack: Callable[[bytes], bytes]
-) -> None:
+def test_every_layout_passes_with_its_sidecar(sample, tmp_path, layout, pack):
     path = tmp_path / "x.tar"
     path.write_bytes(tar_of_files(getattr(sample, layout)(pack)))
     describe(path)
     assert verdicts(path) == GOOD
 
 
-def test_sidecar_with_another_id_is_not_ok(sample: SampleImage, tmp_path: Path) -> None:
+def test_sidecar_with_another_id_is_not_ok(sample, tmp_path):
     members = sample.modern_members()
     path = tmp_path / "x.tar"
     path.write_bytes(tar_of_files(members))
@@ -80,9 +77,7 @@ def test_sidecar_with_another_id_is_not_ok(sample: SampleImage, tmp_path: Path) 
     assert verdicts(path) == GOOD | {"sidecar": "fail"}
 
 
-def test_zstd_archive_needs_the_program(
-    sample: SampleImage, tmp_path: Path, zstd: Callable[[bytes], bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zstd_archive_needs_the_program(sample, tmp_path, zstd, monkeypatch):
     path = tmp_path / "x.tar.zst"
     path.write_bytes(zstd(tar_of_files(sample.legacy_members())))
     monkeypatch.setenv("PATH", "/nonexistent")
@@ -90,7 +85,7 @@ def test_zstd_archive_needs_the_program(
         verify_file(path)
 
 
-def test_flipped_byte_fails_the_checksum(archive: Path) -> None:
+def test_flipped_byte_fails_the_checksum(archive):
     describe(archive)
     flip(archive, 8 * 2000)
     checks = run_checks(archive)
@@ -99,7 +94,7 @@ def test_flipped_byte_fails_the_checksum(archive: Path) -> None:
 
 
 @pytest.mark.parametrize("share", [0.2, 0.5, 0.9])
-def test_truncated_archive_fails(archive: Path, share: float) -> None:
+def test_truncated_archive_fails(archive, share):
     describe(archive)
     data = archive.read_bytes()
     archive.write_bytes(data[: int(len(data) * share)])
@@ -113,28 +108,28 @@ def test_truncated_archive_fails(archive: Path, share: float) -> None:
     ("key", "value"),
     [("id", "sha256:" + "0" * 64), ("diff_ids", ("sha256:1",)), ("platform", "linux/arm64")],
 )
-def test_sidecar_of_another_image_fails(archive: Path, key: str, value: object) -> None:
+def test_sidecar_of_another_image_fails(archive, key, value):
     describe(archive, **{key: value})
     assert verdicts(archive) == GOOD | {"sidecar": "fail"}
 
 
-def test_checksum_of_another_archive_fails(archive: Path) -> None:
+def test_checksum_of_another_archive_fails(archive):
     sidecar.sha256_path(archive).write_text(f"{'0' * 64}  {archive.name}\n")
     assert verdicts(archive) == ALONE | {"sha256": "fail"}
 
 
-def test_unreadable_sidecar_fails(archive: Path) -> None:
+def test_unreadable_sidecar_fails(archive):
     sidecar.json_path(archive).write_text("{")
     assert verdicts(archive) == ALONE | {"sha256": "fail", "sidecar": "fail"}
 
 
 @pytest.mark.parametrize("name", ["absent.tar", "."])
-def test_absent_file_is_a_usage_error(tmp_path: Path, name: str) -> None:
+def test_absent_file_is_a_usage_error(tmp_path, name):
     with pytest.raises(UsageError, match="cannot be read"):
         verify_file(tmp_path / name)
 
 
-def test_interrupted_save_is_incomplete_and_mended_by_its_line(archive: Path, tmp_path: Path) -> None:
+def test_interrupted_save_is_incomplete_and_mended_by_its_line(archive, tmp_path):
     record = describe(archive)
     checksum = sidecar.sha256_path(archive)
     checksum.unlink()
@@ -154,7 +149,7 @@ def test_interrupted_save_is_incomplete_and_mended_by_its_line(archive: Path, tm
     assert check.hint == f"imgkit save small:1 -o {archive.name}"
 
 
-def test_archive_of_an_interrupted_save_is_not_converted(archive: Path) -> None:
+def test_archive_of_an_interrupted_save_is_not_converted(archive):
     describe(archive)
     sidecar.sha256_path(archive).unlink()
     with (

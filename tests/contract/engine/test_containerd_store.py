@@ -17,7 +17,6 @@ from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine
 from imgkit_builder.engine.builders import Choice
-from imgkit_builder.image.context import BuildContext
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import ToolFailed, UsageError
@@ -91,7 +90,7 @@ def recipe(tmp_path: Path) -> Recipe:
 
 
 @pytest.mark.usefixtures("release")
-def test_image_id_is_the_configurations_digest(fake: Any, engine: Engine) -> None:
+def test_image_id_is_the_configurations_digest(fake, engine):
     info = engines.inspect(engine, NAME)
     assert (info.id, info.ref, info.platform) == (CONFIGS["linux/amd64"], INDEX, "linux/amd64")
     (create,) = fake.requests("POST /containers/create")
@@ -103,7 +102,7 @@ def test_image_id_is_the_configurations_digest(fake: Any, engine: Engine) -> Non
 
 
 @pytest.mark.usefixtures("release")
-def test_cache_that_cannot_be_written(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_cannot_be_written(engine, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
     assert engines.inspect(engine, NAME).id == CONFIGS["linux/amd64"]
 
@@ -115,7 +114,7 @@ def without_store(fake: Any, playing: Playing, release: str) -> Engine:
     return engine
 
 
-def test_store_elsewhere_reads_the_save_stream(fake: Any, playing: Playing) -> None:
+def test_store_elsewhere_reads_the_save_stream(fake, playing):
     engine = without_store(fake, playing, "28.5.2")
     blobs = {f"blobs/sha256/{name.removeprefix('sha256:')}": text.encode() for name, text in FILES.items()}
     fake.on_save(fake.raw(tar_of_files({"layer": bytes(5 << 20), **blobs})))
@@ -123,7 +122,7 @@ def test_store_elsewhere_reads_the_save_stream(fake: Any, playing: Playing) -> N
 
 
 @pytest.mark.parametrize("damage", ["absent", "changed"])
-def test_id_is_never_guessed(fake: Any, playing: Playing, damage: str) -> None:
+def test_id_is_never_guessed(fake, playing, damage):
     engine = without_store(fake, playing, "26.1.5")
     blobs = {} if damage == "absent" else {f"blobs/sha256/{INDEX.removeprefix('sha256:')}": b"{}"}
     fake.on_save(fake.raw(tar_of_files(blobs)))
@@ -138,13 +137,13 @@ def emulator(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("emulator")
-def test_base_of_the_only_platform_that_is_here(playing: Playing, recipe: Recipe) -> None:
+def test_base_of_the_only_platform_that_is_here(playing, recipe):
     base = engines.resolve_base(playing("28.5.2", "arm64 only"), recipe, platform="linux/arm64")
     assert (base.name, base.platform, base.id) == (NAME, "linux/arm64", CONFIGS["linux/arm64"])
 
 
 @pytest.mark.usefixtures("emulator")
-def test_base_of_several_platforms_by_its_manifest(fake: Any, playing: Playing, recipe: Recipe) -> None:
+def test_base_of_several_platforms_by_its_manifest(fake, playing, recipe):
     # Its builder would take the platform that it prefers.
     engine, manifest = playing("28.5.2"), MANIFESTS["linux/arm64"]
     exact = f"127.0.0.1:5000/both@{manifest}"
@@ -176,21 +175,21 @@ def test_base_of_several_platforms_by_its_manifest(fake: Any, playing: Playing, 
     ],
 )
 def test_missing_platform_names_the_pull_or_the_digest(
-    playing: Playing,
-    recipe: Recipe,
-    release: str,
-    kept: str,
-    platform: str | None,
-    message: str,
-    hint: str,
-) -> None:
+    playing,
+    recipe,
+    release,
+    kept,
+    platform,
+    message,
+    hint,
+):
     with refused(UsageError, message, hint=hint) as caught:
         engines.resolve_base(playing(release, kept), recipe, platform=platform)
     assert ("docker pull" in str(caught.value.hint)) == ("docker pull" in hint)
 
 
 @pytest.mark.parametrize("requested", [None, "linux/arm64"])
-def test_preferred_platform_that_is_not_kept(fake: Any, playing: Playing, requested: str | None) -> None:
+def test_preferred_platform_that_is_not_kept(fake, playing, requested):
     """Docker 29 tells nothing of it; here that is an answer of 28 without its platform."""
     engine = playing("28.5.2", "arm64 only")
     recorded = ANSWERS["28.5.2"]["arm64 only"]
@@ -208,20 +207,20 @@ def test_preferred_platform_that_is_not_kept(fake: Any, playing: Playing, reques
 
 
 @pytest.mark.parametrize("release", RELEASES, indirect=True)
-def test_push_takes_the_digest_from_the_status(fake: Any, engine: Engine, release: str) -> None:
+def test_push_takes_the_digest_from_the_status(fake, engine, release):
     fake.on_push(fake.events(*ANSWERS[release]["push"]))
     assert engines.push(engine, NAME, Silent()) == INDEX
 
 
 @pytest.mark.parametrize("status", ["1: digest: sha256:abc size: 1", "digest of 1 is unknown", "Pushed"])
-def test_push_with_half_a_digest_is_no_success(fake: Any, playing: Playing, status: str) -> None:
+def test_push_with_half_a_digest_is_no_success(fake, playing, status):
     engine = playing("28.5.2")
     fake.on_push(fake.events({"status": status}))
     with pytest.raises(ToolFailed, match="reported no digest"):
         engines.push(engine, NAME, Silent())
 
 
-def test_save_asks_for_the_platform(fake: Any, playing: Playing) -> None:
+def test_save_asks_for_the_platform(fake, playing):
     engine = playing("28.5.2", "arm64 only")
     fake.on_save(fake.raw(bytes(1024)))
     with engines.save_stream(engine, NAME) as chunks:
@@ -230,7 +229,7 @@ def test_save_asks_for_the_platform(fake: Any, playing: Playing) -> None:
     assert json.loads(request.query["platform"]) == {"os": "linux", "architecture": "arm64"}
 
 
-def test_save_that_is_refused_is_raised(fake: Any, playing: Playing) -> None:
+def test_save_that_is_refused_is_raised(fake, playing):
     engine = playing("28.5.2")
     fake.on_save(fake.refused(404, "content digest sha256:1: not found"))
     with (
@@ -262,7 +261,7 @@ def fake_buildx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_buildx")
-def test_buildx_tells_which_manifest_it_built(fake: Any, playing: Playing, context: BuildContext) -> None:
+def test_buildx_tells_which_manifest_it_built(fake, playing, context):
     engine, answer = playing("28.5.2"), ANSWERS["28.5.2"]["both"]["amd64"]["data"]
     for name in (MANIFESTS["linux/amd64"], "small:latest"):
         fake.on_image(name, fake.json(answer))
@@ -271,17 +270,13 @@ def test_buildx_tells_which_manifest_it_built(fake: Any, playing: Playing, conte
 
 
 @pytest.mark.usefixtures("fake_buildx")
-def test_buildx_without_an_image_is_no_success(
-    playing: Playing, context: BuildContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buildx_without_an_image_is_no_success(playing, context, monkeypatch):
     monkeypatch.setenv("SILENT", "1")
     with pytest.raises(ToolFailed, match="ended before the image was finished"):
         engines.build(playing("28.5.2"), context, tag="x:1", report=Silent(), builder=Choice(name="buildx"))
 
 
-def test_containers_run_the_base_by_name(
-    fake: Any, playing: Playing, recipe: Recipe, container_says: Callable[[str, int], None]
-) -> None:
+def test_containers_run_the_base_by_name(fake, playing, recipe, container_says):
     # The engine knows no image by the digest of its configuration.
     engine = playing("28.5.2")
     container_says("", 1)

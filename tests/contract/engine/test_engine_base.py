@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,6 @@ import pytest
 from refusals import refused
 
 from imgkit_builder import engine as engines
-from imgkit_builder.engine import Engine
-from imgkit_builder.oci.manifest import BaseImage
-from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 NAME = "registry.test/base:1"
@@ -27,7 +23,7 @@ def handler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "qemu-aarch64"
 
 
-def test_local_base_needs_no_network(fake: Any, engine: Engine, recipe: Recipe) -> None:
+def test_local_base_needs_no_network(fake, engine, recipe):
     digest = "registry.test/base@sha256:" + "d" * 64
     fake.has(NAME, digests=["mirror.test/x@sha256:" + "e" * 64, digest])
     base = engines.resolve_base(engine, recipe)
@@ -36,7 +32,7 @@ def test_local_base_needs_no_network(fake: Any, engine: Engine, recipe: Recipe) 
     assert not fake.requests("/images/create")
 
 
-def test_absent_base_is_pulled_for_platform(fake: Any, engine: Engine, recipe: Recipe) -> None:
+def test_absent_base_is_pulled_for_platform(fake, engine, recipe):
     def arrives(_: object) -> Any:
         fake.has(NAME)
         return fake.events({"status": "Downloaded newer image"})
@@ -47,20 +43,20 @@ def test_absent_base_is_pulled_for_platform(fake: Any, engine: Engine, recipe: R
     assert request.query == {"fromImage": "registry.test/base", "tag": "1", "platform": "linux/amd64"}
 
 
-def test_pull_option_fetches_local_base(fake: Any, engine: Engine, recipe: Recipe) -> None:
+def test_pull_option_fetches_local_base(fake, engine, recipe):
     fake.has(NAME)
     fake.on_pull(fake.events({"status": "Image is up to date"}))
     engines.resolve_base(engine, recipe, pull=True)
     assert fake.requests("/images/create")
 
 
-def test_unreachable_registry_names_recipe_line(fake: Any, engine: Engine, recipe: Recipe) -> None:
+def test_unreachable_registry_names_recipe_line(fake, engine, recipe):
     fake.on_pull(fake.refused(500, "dial tcp: lookup registry.test: no such host"))
     with refused(ToolFailed, "no such host", where="small.yaml:3", hint="--base"):
         engines.resolve_base(engine, recipe)
 
 
-def test_other_architecture_is_refused(fake: Any, engine: Engine, recipe: Recipe) -> None:
+def test_other_architecture_is_refused(fake, engine, recipe):
     fake.has(NAME, arch="arm64")
     with refused(
         UsageError,
@@ -71,12 +67,12 @@ def test_other_architecture_is_refused(fake: Any, engine: Engine, recipe: Recipe
         engines.resolve_base(engine, recipe)
 
 
-def test_unknown_platform_lists_allowed(engine: Engine, recipe: Recipe) -> None:
+def test_unknown_platform_lists_allowed(engine, recipe):
     with refused(UsageError, "not for 'linux/riscv64'", hint="linux/amd64, linux/arm64"):
         engines.resolve_base(engine, recipe, platform="linux/riscv64")
 
 
-def test_engines_own_platform_is_preferred(recipe: Recipe) -> None:
+def test_engines_own_platform_is_preferred(recipe):
     assert engines.choose_platform(recipe, requested=None, host="linux/arm64") == "linux/arm64"
     assert engines.choose_platform(recipe, requested=None, host="linux/s390x") == "linux/amd64"
     assert engines.choose_platform(recipe, requested="arm64", host="linux/amd64") == "linux/arm64"
@@ -90,9 +86,7 @@ def test_engines_own_platform_is_preferred(recipe: Recipe) -> None:
         (ENABLED.format(flags="P"), "without F"),
     ],
 )
-def test_no_emulator_stops_before_pulling(
-    fake: Any, engine: Engine, recipe: Recipe, handler: Path, content: str | None, reason: str
-) -> None:
+def test_no_emulator_stops_before_pulling(fake, engine, recipe, handler, content, reason):
     if content is not None:
         handler.write_text(content)
     with refused(ToolMissing, reason, hint="qemu-user-static"):
@@ -101,9 +95,7 @@ def test_no_emulator_stops_before_pulling(
 
 
 @pytest.mark.parametrize("system", ["Debian", "Docker Desktop"])
-def test_emulator_of_the_machine_or_of_docker_desktop_lets_arm64_pass(
-    fake: Any, engine: Engine, recipe: Recipe, handler: Path, system: str
-) -> None:
+def test_emulator_of_the_machine_or_of_docker_desktop_lets_arm64_pass(fake, engine, recipe, handler, system):
     if system == "Debian":
         handler.write_text(ENABLED.format(flags="POF"))
     fake.on("GET", "/info", fake.json({"OperatingSystem": system}))
@@ -111,20 +103,20 @@ def test_emulator_of_the_machine_or_of_docker_desktop_lets_arm64_pass(
     assert engines.resolve_base(engine, recipe, platform="arm64").platform == "linux/arm64"
 
 
-def test_standin_needs_to_be_named(fake: Any, engine: Engine, recipe: Recipe) -> None:
+def test_standin_needs_to_be_named(fake, engine, recipe):
     fake.has(NAME, labels={"imgkit.standin": "1"})
     with refused(UsageError, "is a stand-in", hint=f"--base {NAME}"):
         engines.resolve_base(engine, recipe)
     assert engines.resolve_base(engine, recipe, override=NAME).standin
 
 
-def test_absent_standin_is_never_pulled(fake: Any, engine: Engine, recipe: Recipe) -> None:
+def test_absent_standin_is_never_pulled(fake, engine, recipe):
     with refused(UsageError, "no local stand-in", hint="ci/lab/base-image"):
         engines.resolve_base(engine, recipe, override=STANDIN)
     assert not fake.requests("/images/create")
 
 
-def test_bad_base_name_asks_nothing(fake: Any, engine: Engine, recipe: Recipe) -> None:
+def test_bad_base_name_asks_nothing(fake, engine, recipe):
     with refused(UsageError, "contains a blank", where="--base"):
         engines.resolve_base(engine, recipe, override="a b")
     assert not fake.requests("/images/")
@@ -136,9 +128,7 @@ SEEN = (
 )
 
 
-def test_probe_runs_the_base_once(
-    fake: Any, engine: Engine, base: BaseImage, container_says: Callable[[str, int], None]
-) -> None:
+def test_probe_runs_the_base_once(fake, engine, base, container_says):
     container_says(SEEN, 0)
     first = engines.probe(engine, base)
     assert (first.torch, first.cuda, first.nccl, first.pip_conflicts) == (
@@ -154,16 +144,14 @@ def test_probe_runs_the_base_once(
     assert fake.requests("DELETE /containers/imgkit-run")
 
 
-def test_base_that_cannot_run_is_said(
-    fake: Any, engine: Engine, base: BaseImage, container_says: Callable[[str, int], None]
-) -> None:
+def test_base_that_cannot_run_is_said(fake, engine, base, container_says):
     container_says("exec /usr/bin/python3: exec format error\n", 1)
     assert "no emulator" in engines.probe(engine, base).skipped
     container_says(SEEN, 0)
     assert engines.probe(engine, base).torch == "2.3.0a0"
 
 
-def test_base_without_python_is_said(fake: Any, engine: Engine, base: BaseImage) -> None:
+def test_base_without_python_is_said(fake, engine, base):
     message = 'OCI runtime create failed: exec: "python3": executable file not found in $PATH'
     fake.on("POST", "/containers/.+/start", fake.refused(400, message))
     assert engines.probe(engine, base).skipped == "the base has no python3"

@@ -49,7 +49,7 @@ def succeeds(fake: Any) -> None:
     fake.has(TAG)
 
 
-def test_failing_run_names_recipe_line(fake: Any, build: Build, context: BuildContext, step: str) -> None:
+def test_failing_run_names_recipe_line(fake, build, context, step):
     output = (step.rstrip("\n"), "\n", RUNNING, "\x1b[91mmake: *** No rule\x1b[0m\n")
     fake.on_build(*output, "Removing intermediate container 0123456789ab\n", error=FAILED)
     with refused(ToolFailed, "non-zero code: 2", where="small.yaml:6", hint="make: *** No rule\n") as caught:
@@ -77,20 +77,20 @@ def test_failing_run_names_recipe_line(fake: Any, build: Build, context: BuildCo
         ("exec /bin/sh: exec format error", ToolFailed, "qemu-user-static"),
     ],
 )
-def test_in_band_error_is_typed(fake: Any, build: Build, message: str, kind: type, advice: str) -> None:
+def test_in_band_error_is_typed(fake, build, message, kind, advice):
     fake.on_build("Step 1/9 : FROM registry.test/base:1\n", error=message)
     with pytest.raises(kind, match=r"step 1/9") as caught:
         build()
     assert advice in str(caught.value)
 
 
-def test_full_disk_inside_run_is_recognised(fake: Any, build: Build, step: str) -> None:
+def test_full_disk_inside_run_is_recognised(fake, build, step):
     fake.on_build(step, "cc: cannot write: No space left on device\n", error=FAILED)
     with refused(ToolFailed, hint="docker system df"):
         build()
 
 
-def test_parse_error_names_recipe_line(fake: Any, build: Build, context: BuildContext) -> None:
+def test_parse_error_names_recipe_line(fake, build, context):
     lines_before, _, _ = context.dockerfile.partition("RUN make things")
     line = lines_before.count("\n") + 1
     message = f"dockerfile parse error line {line}: unknown instruction: FORM"
@@ -99,7 +99,7 @@ def test_parse_error_names_recipe_line(fake: Any, build: Build, context: BuildCo
         build()
 
 
-def test_engine_500_is_quoted(fake: Any, build: Build) -> None:
+def test_engine_500_is_quoted(fake, build):
     fake.on("POST", "/build", fake.refused(500, "Cannot locate specified Dockerfile: Dockerfile"))
     with pytest.raises(ToolFailed, match="Cannot locate specified Dockerfile"):
         build()
@@ -109,9 +109,7 @@ def test_engine_500_is_quoted(fake: Any, build: Build) -> None:
     ("status", "message"),
     [(501, "gone"), (404, "page not found"), (400, "the legacy builder is no longer supported")],
 )
-def test_refused_classic_builder_asks_for_buildx(
-    fake: Any, build: Build, monkeypatch: pytest.MonkeyPatch, status: int, message: str
-) -> None:
+def test_refused_classic_builder_asks_for_buildx(fake, build, monkeypatch, status, message):
     monkeypatch.setenv("PATH", "/nowhere")
     fake.on("POST", "/build", fake.refused(status, message))
     with refused(ToolMissing, f"refuses its classic builder .*{message}", hint="docker-buildx"):
@@ -121,9 +119,7 @@ def test_refused_classic_builder_asks_for_buildx(
         build()
 
 
-def test_other_failures_stay_with_the_classic_builder(
-    fake: Any, build: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_failures_stay_with_the_classic_builder(fake, build, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     step = fake.events(fake.error("the builder of this step is no longer supported"))
     for reply in (fake.refused(500, "no space left on device"), step):
@@ -133,7 +129,7 @@ def test_other_failures_stay_with_the_classic_builder(
 
 
 @pytest.mark.parametrize("dies", [True, False], ids=["cut", "closed in good order"])
-def test_dying_engine_is_no_success(fake: Any, build: Build, step: str, dies: bool) -> None:
+def test_dying_engine_is_no_success(fake, build, step, dies):
     fake.on_build(step, RUNNING, dies=dies)
     with refused(
         ToolFailed, "connection to the engine was lost", where="small.yaml:6", hint="journalctl -u docker"
@@ -144,7 +140,7 @@ def test_dying_engine_is_no_success(fake: Any, build: Build, step: str, dies: bo
     assert not fake.requests("/tag")
 
 
-def test_half_an_event_is_a_broken_connection(fake: Any, build: Build) -> None:
+def test_half_an_event_is_a_broken_connection(fake, build):
     half = fake.raw(b'{"stream": "Step 1/9 : FROM x\\n"}\r\n{"stre', dies=True)
     fake.on("POST", "/build", half)
     with pytest.raises(ToolFailed, match="broke"):
@@ -152,7 +148,7 @@ def test_half_an_event_is_a_broken_connection(fake: Any, build: Build) -> None:
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_wrong_architecture_keeps_old_tag(fake: Any, build: Build) -> None:
+def test_wrong_architecture_keeps_old_tag(fake, build):
     fake.on_image(fake.image_id, fake.image(arch="arm64"))
     with pytest.raises(ToolFailed, match="built linux/arm64 instead of linux/amd64"):
         build()
@@ -160,7 +156,7 @@ def test_wrong_architecture_keeps_old_tag(fake: Any, build: Build) -> None:
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_refused_image_keeps_old_tag(fake: Any, build: Build) -> None:
+def test_refused_image_keeps_old_tag(fake, build):
     def accept(image: engines.ImageInfo) -> None:
         raise CheckFailed(f"{image.id} is not good")
 
@@ -170,16 +166,14 @@ def test_refused_image_keeps_old_tag(fake: Any, build: Build) -> None:
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_bad_tag_stops_before_building(fake: Any, build: Build) -> None:
+def test_bad_tag_stops_before_building(fake, build):
     with pytest.raises(UsageError, match="capital letters"):
         build(tag="UPPER:1")
     assert not fake.requests("/build")
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_log_goes_to_tmp_where_home_is_read_only(
-    build: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_goes_to_tmp_where_home_is_read_only(build, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
@@ -189,7 +183,7 @@ def test_log_goes_to_tmp_where_home_is_read_only(
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_tag_is_the_last_change(fake: Any, build: Build) -> None:
+def test_tag_is_the_last_change(fake, build):
     built = build()
     assert built.image.id == fake.image_id
     assert built.image.env == {"PATH": "/usr/bin", "A": "b=c"}
@@ -199,7 +193,7 @@ def test_tag_is_the_last_change(fake: Any, build: Build) -> None:
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_request_removes_containers_and_pulls_nothing(fake: Any, build: Build) -> None:
+def test_request_removes_containers_and_pulls_nothing(fake, build):
     build(no_cache=True)
     (request,) = fake.requests("POST /build")
     query = {"rm": "True", "forcerm": "True", "pull": "False", "nocache": "True", "platform": "linux/amd64"}
@@ -208,7 +202,7 @@ def test_request_removes_containers_and_pulls_nothing(fake: Any, build: Build) -
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_sent_tar_is_context_plus_labels(fake: Any, build: Build, context: BuildContext) -> None:
+def test_sent_tar_is_context_plus_labels(fake, build, context):
     build()
     (request,) = fake.requests("POST /build")
     with tarfile.open(fileobj=io.BytesIO(request.body)) as tar, context.open() as plain:
@@ -227,7 +221,7 @@ def created(fake: Any) -> str:
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_same_context_keeps_created_label(fake: Any, build: Build, context: BuildContext) -> None:
+def test_same_context_keeps_created_label(fake, build, context):
     time = "2001-02-03T04:05:06Z"
     labels = {"imgkit.context.sha256": context.sha256, "org.opencontainers.image.created": time}
     fake.has(TAG, labels=labels)
@@ -238,13 +232,13 @@ def test_same_context_keeps_created_label(fake: Any, build: Build, context: Buil
 
 
 @pytest.mark.usefixtures("succeeds")
-def test_source_date_epoch_decides_created(fake: Any, build: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_source_date_epoch_decides_created(fake, build, monkeypatch):
     monkeypatch.setenv("SOURCE_DATE_EPOCH", "86400")
     build()
     assert created(fake) == "1970-01-02T00:00:00Z"
 
 
-def test_interrupt_removes_running_container(fake: Any, build: Build) -> None:
+def test_interrupt_removes_running_container(fake, build):
     class Impatient(Silent):
         def line(self, text: str) -> None:
             if "Running in" in text:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import socket
-from pathlib import Path
-from typing import Any
 
 import pytest
 from refusals import refused
@@ -15,7 +13,7 @@ from imgkit_builder.engine.address import Endpoint
 from imgkit_entrypoints.errors import ToolFailed, ToolMissing, UsageError
 
 
-def test_missing_socket_says_how_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_socket_says_how_to_start(tmp_path, monkeypatch):
     monkeypatch.delenv("DOCKER_HOST", raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/docker.sock")
@@ -28,9 +26,7 @@ def test_missing_socket_says_how_to_start(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("engine", "start"), [("colima", "colima start"), ("podman", "systemctl --user start podman.socket")]
 )
-def test_socket_that_a_stopped_engine_left_names_its_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str, start: str
-) -> None:
+def test_socket_that_a_stopped_engine_left_names_its_start(tmp_path, monkeypatch, engine, start):
     for name in ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -46,7 +42,7 @@ def test_socket_that_a_stopped_engine_left_names_its_start(
     assert caught.value.hint == f"start it: {start}"
 
 
-def test_dead_address_names_the_other_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_address_names_the_other_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/other.sock")
     monkeypatch.setattr("imgkit_builder.engine.address.DEFAULT_HOST", f"unix://{tmp_path}/none.sock")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -61,7 +57,7 @@ def test_dead_address_names_the_other_engine(tmp_path: Path, monkeypatch: pytest
     assert f"unset DOCKER_HOST, which leads to {tmp_path}/docker.sock" in str(caught.value.hint)
 
 
-def test_closed_tcp_port_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_tcp_port_is_missing(monkeypatch):
     with socket.socket() as reserved:
         reserved.bind(("127.0.0.1", 0))
         monkeypatch.setenv("DOCKER_HOST", f"tcp://127.0.0.1:{reserved.getsockname()[1]}")
@@ -70,13 +66,13 @@ def test_closed_tcp_port_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("host", ["garbage", "tcp://"])
-def test_garbage_address_is_a_usage_error(monkeypatch: pytest.MonkeyPatch, host: str) -> None:
+def test_garbage_address_is_a_usage_error(monkeypatch, host):
     monkeypatch.setenv("DOCKER_HOST", host)
     with refused(UsageError, "not an engine's address", hint="unix:///"):
         engines.connect()
 
 
-def test_silent_engine_does_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_engine_does_not_hang(tmp_path, monkeypatch):
     with socket.socket(socket.AF_UNIX) as mute:
         mute.bind(str(tmp_path / "mute.sock"))
         mute.listen()
@@ -100,16 +96,14 @@ def denied_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     ("uid", "advice", "other_advice"),
     [(1000, "usermod -aG docker", "security policy"), (0, "security policy", "sudo")],
 )
-def test_denied_socket_names_the_group_except_to_root(
-    monkeypatch: pytest.MonkeyPatch, uid: int, advice: str, other_advice: str
-) -> None:
+def test_denied_socket_names_the_group_except_to_root(monkeypatch, uid, advice, other_advice):
     monkeypatch.setattr("os.geteuid", lambda: uid)
     with refused(ToolMissing, "no permission", hint=advice) as caught:
         engines.connect()
     assert other_advice not in str(caught.value.hint)
 
 
-def test_engine_tells_version_and_space(fake: Any, tmp_path: Path) -> None:
+def test_engine_tells_version_and_space(fake, tmp_path):
     version = {"Version": "27.1.0", "ApiVersion": "1.46", "Arch": "arm64"}
     fake.on("GET", "/version", fake.json(version))
     fake.on("GET", "/info", fake.json({"DockerRootDir": str(tmp_path)}))
@@ -129,7 +123,7 @@ def test_engine_tells_version_and_space(fake: Any, tmp_path: Path) -> None:
         (500, {"message": "its disk is broken"}, "its disk is broken"),
     ],
 )
-def test_socket_without_a_working_engine_is_told(fake: Any, status: int, data: Any, message: str) -> None:
+def test_socket_without_a_working_engine_is_told(fake, status, data, message):
     fake.on("GET", "/version", fake.json(data, status))
     with pytest.raises(ToolFailed, match=message):
         connection.query_facts()

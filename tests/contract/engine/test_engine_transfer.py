@@ -9,7 +9,7 @@ from notes import Notes
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.engine import Engine, image_source
+from imgkit_builder.engine import image_source
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 REF = "registry.test:5000/group/small:1"
@@ -35,7 +35,7 @@ def local(fake: Any) -> None:
         ("blob upload unknown", "blob upload unknown"),
     ],
 )
-def test_failed_push_is_raised(fake: Any, engine: Engine, message: str, advice: str) -> None:
+def test_failed_push_is_raised(fake, engine, message, advice):
     fake.on_push(fake.events({"status": "The push refers to"}, fake.error(message)))
     with pytest.raises(ToolFailed) as caught:
         engines.push(engine, REF, Silent())
@@ -43,7 +43,7 @@ def test_failed_push_is_raised(fake: Any, engine: Engine, message: str, advice: 
 
 
 @pytest.mark.usefixtures("local")
-def test_push_returns_digest_and_counts_bytes(fake: Any, engine: Engine) -> None:
+def test_push_returns_digest_and_counts_bytes(fake, engine):
     fake.on_push(
         fake.events(
             {"status": "Preparing", "progressDetail": {}, "id": "one"},
@@ -60,7 +60,7 @@ def test_push_returns_digest_and_counts_bytes(fake: Any, engine: Engine) -> None
     assert (request.path, request.query) == ("/images/registry.test:5000/group/small/push", {"tag": "1"})
 
 
-def test_push_of_absent_image_asks_nothing(fake: Any, engine: Engine) -> None:
+def test_push_of_absent_image_asks_nothing(fake, engine):
     with pytest.raises(UsageError, match="has no image"):
         engines.push(engine, REF, Silent())
     assert not fake.requests("/push")
@@ -75,9 +75,7 @@ def test_push_of_absent_image_asks_nothing(fake: Any, engine: Engine) -> None:
         (500, "toomanyrequests: You have reached your pull rate limit", ToolFailed, "docker login"),
     ],
 )
-def test_refused_pull_is_typed(
-    fake: Any, engine: Engine, status: int, message: str, kind: type, advice: str
-) -> None:
+def test_refused_pull_is_typed(fake, engine, status, message, kind, advice):
     fake.on_pull(fake.refused(status, message))
     with pytest.raises(kind) as caught:
         image_source.pull_image(engine, REF, None, Silent())
@@ -86,28 +84,28 @@ def test_refused_pull_is_typed(
 
 @pytest.mark.usefixtures("local")
 @pytest.mark.parametrize("message", ["failed to register layer: no space left on device", "unexpected EOF"])
-def test_pull_failing_midway_gives_no_stale_image(fake: Any, engine: Engine, message: str) -> None:
+def test_pull_failing_midway_gives_no_stale_image(fake, engine, message):
     fake.on_pull(fake.events({"status": "Downloading", "id": "x"}, fake.error(message)))
     with pytest.raises(ToolFailed, match=message):
         image_source.pull_image(engine, REF, None, Silent())
 
 
 @pytest.mark.usefixtures("local")
-def test_dying_engine_breaks_a_pull(fake: Any, engine: Engine) -> None:
+def test_dying_engine_breaks_a_pull(fake, engine):
     fake.on_pull(fake.events({"status": "Downloading", "id": "x"}, dies=True))
     with pytest.raises(ToolFailed, match="broke"):
         image_source.pull_image(engine, REF, None, Silent())
 
 
 @pytest.mark.usefixtures("local")
-def test_pull_of_other_platform_is_refused(fake: Any, engine: Engine) -> None:
+def test_pull_of_other_platform_is_refused(fake, engine):
     fake.on_pull(fake.events({"status": "Downloaded newer image"}))
     with pytest.raises(UsageError, match="has none for arm64"):
         image_source.pull_image(engine, REF, "arm64", Silent())
     assert image_source.pull_image(engine, REF, "linux/amd64", Silent()).platform == "linux/amd64"
 
 
-def test_pull_by_digest_asks_for_it(fake: Any, engine: Engine) -> None:
+def test_pull_by_digest_asks_for_it(fake, engine):
     ref = f"registry.test/small@{DIGEST}"
     fake.on_pull(fake.events({"status": "Downloaded newer image"}))
     # Podman lists further digests, of the image as it lies in the storage.
@@ -117,7 +115,7 @@ def test_pull_by_digest_asks_for_it(fake: Any, engine: Engine) -> None:
     assert request.query == {"tag": DIGEST, "fromImage": "registry.test/small"}
 
 
-def test_pull_may_take_longer_than_an_answer(fake: Any) -> None:
+def test_pull_may_take_longer_than_an_answer(fake):
     fake.on_pull(fake.events({"status": "Downloaded"}, delay_s=0.6))
     fake.has(REF)
     with engines.connect(timeout_s=0.3) as engine:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from sample_answers import answer_line
 from typer.testing import CliRunner
 
 from imgkit_builder.cli.app import build_app
-from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import CheckFailed, ToolMissing, UsageError
 
 NAME = "registry.test/base:1"
@@ -34,7 +32,7 @@ def buildable(fake: Any, container_says: Callable[[str, int], None]) -> None:
     fake.has("small:latest")
 
 
-def test_dry_run_needs_no_engine(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dry_run_needs_no_engine(recipe, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     result = imgkit("build", str(recipe.file), "--dry-run", "--json", "--base", "other:1", "--tag", "t:2")
     assert result.exit_code == 0, result.output
@@ -44,19 +42,19 @@ def test_dry_run_needs_no_engine(recipe: Recipe, monkeypatch: pytest.MonkeyPatch
     assert data["context_bytes"] > 0
 
 
-def test_dry_run_refuses_unknown_platform(recipe: Recipe) -> None:
+def test_dry_run_refuses_unknown_platform(recipe):
     result = imgkit("build", str(recipe.file), "--dry-run", "--platform", "linux/s390x")
     assert isinstance(result.exception, UsageError)
 
 
-def test_build_without_engine_is_missing(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_without_engine_is_missing(recipe, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
     result = imgkit("build", str(recipe.file))
     assert isinstance(result.exception, ToolMissing)
 
 
 @pytest.mark.usefixtures("buildable")
-def test_failed_smoke_test_gives_no_name(fake: Any, recipe: Recipe) -> None:
+def test_failed_smoke_test_gives_no_name(fake, recipe):
     result = imgkit("build", str(recipe.file))
     assert isinstance(result.exception, CheckFailed)
     assert "fail  manifest" in str(result.exception)
@@ -64,7 +62,7 @@ def test_failed_smoke_test_gives_no_name(fake: Any, recipe: Recipe) -> None:
 
 
 @pytest.mark.usefixtures("buildable")
-def test_no_test_names_the_image(fake: Any, recipe: Recipe) -> None:
+def test_no_test_names_the_image(fake, recipe):
     result = imgkit("build", str(recipe.file), "--no-test", "--json")
     assert result.exit_code == 0, result.output
     data = json.loads(result.stdout)
@@ -73,13 +71,13 @@ def test_no_test_names_the_image(fake: Any, recipe: Recipe) -> None:
 
 
 @pytest.mark.usefixtures("buildable")
-def test_build_says_what_comes_next(recipe: Recipe) -> None:
+def test_build_says_what_comes_next(recipe):
     last_line = imgkit("build", str(recipe.file), "--no-test", "--base", NAME).stdout.splitlines()[-1]
     assert last_line.startswith(f"next: imgkit sif {recipe.file}")
 
 
 @pytest.mark.usefixtures("buildable")
-def test_failed_check_exits_1_with_json() -> None:
+def test_failed_check_exits_1_with_json():
     result = imgkit("test", "small:latest", "--json")
     assert result.exit_code == 1
     data = json.loads(result.stdout)
@@ -87,7 +85,7 @@ def test_failed_check_exits_1_with_json() -> None:
 
 
 @pytest.mark.parametrize(("name", "advice"), [("no.sif", ""), ("x.tar", "imgkit verify")])
-def test_test_of_no_image_is_refused(tmp_path: Path, name: str, advice: str) -> None:
+def test_test_of_no_image_is_refused(tmp_path, name, advice):
     (tmp_path / "x.tar").write_bytes(bytes(1024))
     result = imgkit("test", str(tmp_path / name))
     assert isinstance(result.exception, UsageError)
@@ -95,9 +93,7 @@ def test_test_of_no_image_is_refused(tmp_path: Path, name: str, advice: str) -> 
 
 
 @pytest.mark.parametrize(("runtimes", "gpus"), [({"runc": {}}, False), ({"nvidia": {}}, True)])
-def test_shell_gives_gpus_where_both_have_them(
-    fake: Any, recipe: Recipe, runtimes: dict[str, Any], gpus: bool
-) -> None:
+def test_shell_gives_gpus_where_both_have_them(fake, recipe, runtimes, gpus):
     recipe.file.write_text(recipe.file.read_text() + GPU_RECIPE)
     fake.has("small:latest")
     fake.on("GET", "/info", fake.json({"Runtimes": runtimes}))
@@ -107,14 +103,14 @@ def test_shell_gives_gpus_where_both_have_them(
     assert ("--gpus all" in result.stdout) is gpus
 
 
-def test_shell_without_docker_program(fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shell_without_docker_program(fake, monkeypatch):
     fake.on_image("small", fake.image(tags=["small:latest"]))
     monkeypatch.setenv("PATH", os.devnull)
     result = imgkit("shell", "small")
     assert isinstance(result.exception, ToolMissing)
 
 
-def test_push_prints_the_digest(fake: Any) -> None:
+def test_push_prints_the_digest(fake):
     digest = "sha256:" + "d" * 64
     fake.on_image("small", fake.image(tags=["small:latest"]))
     fake.has("registry.test/x:1")

@@ -47,7 +47,7 @@ def build(*args: str) -> Any:
     return result
 
 
-def test_build_of_the_same_image_says_so(engine: Any) -> None:
+def test_build_of_the_same_image_says_so(engine):
     again = build("--json")
     assert json.loads(again.stdout)["up_to_date"] is True
     assert "small:latest is up to date" in again.stderr
@@ -71,13 +71,13 @@ def lock(folder: Path) -> Path:
     return file
 
 
-def test_build_names_its_lock(engine: Any, folder: Path) -> None:
+def test_build_names_its_lock(engine, folder):
     lock(folder)
     for args in (("--locked",), ()):
         assert "imgkit: locked: small.lock, 0 apt and 0 pip packages" in build(*args).stderr
 
 
-def test_lock_is_ignored_on_request(engine: Any, folder: Path) -> None:
+def test_lock_is_ignored_on_request(engine, folder):
     lock(folder).write_text("no lock at all")
     assert "locked" not in build("--no-lock").stderr
 
@@ -91,9 +91,7 @@ def test_lock_is_ignored_on_request(engine: Any, folder: Path) -> None:
         ("--no-lock", lambda folder: None, "cannot be combined with --no-lock"),
     ],
 )
-def test_build_that_its_lock_forbids_reaches_no_engine(
-    engine: Any, folder: Path, option: str, change: Callable[[Path], object], message: str
-) -> None:
+def test_build_that_its_lock_forbids_reaches_no_engine(engine, folder, option, change, message):
     change(folder)
     args = ["--locked", option] if option == "--no-lock" else [option] if option else []
     result = CliRunner().invoke(build_app(), ["build", "./small.yaml", "--no-test", *args])
@@ -101,7 +99,7 @@ def test_build_that_its_lock_forbids_reaches_no_engine(
     assert not engine.requests("POST /build")
 
 
-def test_other_base_than_the_locked_one_is_refused(engine: Any, folder: Path) -> None:
+def test_other_base_than_the_locked_one_is_refused(engine, folder):
     file = lock(folder)
     file.write_text(file.read_text().replace("b" * 64, "c" * 64))
     result = CliRunner().invoke(build_app(), ["build", "./small.yaml", "--no-test"])

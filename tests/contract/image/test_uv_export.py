@@ -88,7 +88,7 @@ def refusal(recipe: Recipe) -> str:
     return str(caught.value)
 
 
-def test_base_keeps_its_torch_and_what_it_needs(exported: str, tmp_path: Path, fit: Fit) -> None:
+def test_base_keeps_its_torch_and_what_it_needs(exported, tmp_path, fit):
     output = fit(exported, f"torch=={TORCH}\nNVIDIA_nccl.cu13==2.30.7\n")
     lines = requirements(tmp_path)
     assert {"einops", "requests", "pysocks", "torchmetrics", "numpy", "cycler", "iniconfig"} <= lines.keys()
@@ -97,14 +97,14 @@ def test_base_keeps_its_torch_and_what_it_needs(exported: str, tmp_path: Path, f
     assert f"torch: the base's {TORCH} stays in place of 2.14.1\n" in output
 
 
-def test_base_without_torch_gets_all_of_it(exported: str, tmp_path: Path, fit: Fit) -> None:
+def test_base_without_torch_gets_all_of_it(exported, tmp_path, fit):
     fit(exported, "nvidia-nccl-cu13==2.30.7\n")
     lines = requirements(tmp_path)
     assert {"torch", "triton", "nvidia-cublas"} <= lines.keys()
     assert "nvidia-nccl-cu13" not in lines
 
 
-def test_later_pip_steps_keep_the_locked_versions(exported: str, tmp_path: Path, fit: Fit) -> None:
+def test_later_pip_steps_keep_the_locked_versions(exported, tmp_path, fit):
     fit(exported, f"torch=={TORCH}\n")
     pins = (tmp_path / "constraint.txt").read_text().splitlines()
     assert pins[0] == f"torch=={TORCH}"
@@ -114,7 +114,7 @@ def test_later_pip_steps_keep_the_locked_versions(exported: str, tmp_path: Path,
     assert "antlr4-python3-runtime" not in requirements(tmp_path)
 
 
-def test_other_torch_is_named_with_both_versions(exported: str, tmp_path: Path, fit: Fit) -> None:
+def test_other_torch_is_named_with_both_versions(exported, tmp_path, fit):
     output = fit(exported, "torch==2.3.0a0+nv24.03\ntriton==3.0.0\n", 1)
     assert (
         "torch: uv.lock has 2.14.1, but the base has 2.3.0a0+nv24.03, which imgkit never replaces" in output
@@ -124,12 +124,12 @@ def test_other_torch_is_named_with_both_versions(exported: str, tmp_path: Path, 
     assert not (tmp_path / "requirements-uv.txt").exists()
 
 
-def test_package_of_another_platform_is_no_conflict(exported: str, fit: Fit) -> None:
+def test_package_of_another_platform_is_no_conflict(exported, fit):
     elsewhere = ["torch==2.3.0 ; sys_platform == 'win32'", "torch==2.4.0 ; sys_platform == 'linux'"]
     fit(exported, "torch==2.4.0a0+x\n", requirements=elsewhere)
 
 
-def test_python_or_platform_that_the_project_excludes(exported: str, fit: Fit) -> None:
+def test_python_or_platform_that_the_project_excludes(exported, fit):
     output = fit(exported, "", 1, requires_python=">=3.99")
     assert re.search(r"requires Python >=3\.99, and the base has 3\.", output)
     output = fit(exported, "", 1, environments=["sys_platform == 'darwin'"])
@@ -137,7 +137,7 @@ def test_python_or_platform_that_the_project_excludes(exported: str, fit: Fit) -
     fit(exported, "", environments=["sys_platform == 'linux'"])
 
 
-def test_base_without_pip_is_named(exported: str, fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_without_pip_is_named(exported, fit, monkeypatch):
     monkeypatch.setitem(sys.modules, "pip._vendor.packaging.specifiers", None)
     assert "this base has no pip that imgkit can use" in fit(exported, "", 1)
 
@@ -151,7 +151,7 @@ def test_base_without_pip_is_named(exported: str, fit: Fit, monkeypatch: pytest.
         ('{ name = "einops" }', '{ name = "absent" }', "Dependency `absent` has missing"),
     ],
 )
-def test_unusable_lock_is_refused_at_its_line(recipe: Recipe, old: str, new: str, message: str) -> None:
+def test_unusable_lock_is_refused_at_its_line(recipe, old, new, message):
     edit(recipe, "uv.lock", old, new)
     problem = refusal(recipe)
     assert "its uv.lock cannot be used: " in problem
@@ -168,7 +168,7 @@ def test_unusable_lock_is_refused_at_its_line(recipe: Recipe, old: str, new: str
         ('dev = ["iniconfig"]', 'dev = ["mine"]', "mine, which uv.lock lacks"),
     ],
 )
-def test_stale_lock_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_stale_lock_is_refused(tmp_path, old, new, message):
     recipe = project_recipe(tmp_path, ", extras: [plots], groups: [dev]")
     edit(recipe, "pyproject.toml", old, new)
     problem = refusal(recipe)
@@ -194,13 +194,13 @@ def test_stale_lock_is_refused(tmp_path: Path, old: str, new: str, message: str)
     ],
     ids=["marker", "range", "Windows", "old Python", "environments", "override"],
 )
-def test_lock_that_still_fits_is_accepted(recipe: Recipe, edits: dict[str, str]) -> None:
+def test_lock_that_still_fits_is_accepted(recipe, edits):
     for old, new in edits.items():
         edit(recipe, "pyproject.toml", old, new)
     uv_export.export_uv_lock(recipe)
 
 
-def test_nothing_of_the_project_is_executed(recipe: Recipe, tmp_path: Path) -> None:
+def test_nothing_of_the_project_is_executed(recipe, tmp_path):
     project = tmp_path / "my-project"
     for name in ("python", "python3"):
         write_program(project / ".venv/bin" / name, f'touch {tmp_path}/executed\nexec {sys.executable} "$@"')
@@ -232,27 +232,27 @@ def fake_export(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> FakeExport:
 @pytest.mark.parametrize(
     "text", ["", "project = 1", "[project]\nname = 'x'\nversion = '1'\n[tool]\nuv = [1]"]
 )
-def test_project_that_is_none_is_refused(text: str, recipe: Recipe, fake_export: FakeExport) -> None:
+def test_project_that_is_none_is_refused(text, recipe, fake_export):
     fake_export([], text)
     assert "its uv.lock cannot be used" in refusal(recipe)
 
 
 @pytest.mark.parametrize("name", ["pyproject.toml", "uv.lock", "uv.toml"])
-def test_nothing_of_a_linked_file_is_quoted(name: str, recipe: Recipe, tmp_path: Path) -> None:
+def test_nothing_of_a_linked_file_is_quoted(name, recipe, tmp_path):
     (tmp_path / "outside").write_text("secret = of somebody\n")
     (tmp_path / "my-project" / name).unlink(missing_ok=True)
     (tmp_path / "my-project" / name).symlink_to("../outside")
     assert "is a link out of the project" in refusal(recipe)
 
 
-def test_missing_lock_and_unknown_extra_are_refused(tmp_path: Path) -> None:
+def test_missing_lock_and_unknown_extra_are_refused(tmp_path):
     recipe = project_recipe(tmp_path, ", extras: [graphs]")
     assert "Extra `graphs` is not defined" in refusal(recipe)
     (tmp_path / "my-project/uv.lock").unlink()
     assert "Unable to find lockfile at `uv.lock`" in refusal(recipe)
 
 
-def test_git_source_is_named(recipe: Recipe, tmp_path: Path) -> None:
+def test_git_source_is_named(recipe, tmp_path):
     lock = tmp_path / "my-project/uv.lock"
     git = 'git = "https://example.org/e?rev=main'
     text = re.sub(
@@ -284,16 +284,14 @@ HASH = f" --hash=sha256:{DIGEST}"
         f"einops==0.8.0{HASH} --index-url=https://example.org",
     ],
 )
-def test_what_is_no_hashed_wheel_is_refused(line: str, recipe: Recipe, fake_export: FakeExport) -> None:
+def test_what_is_no_hashed_wheel_is_refused(line, recipe, fake_export):
     fake_export([line])
     problem = refusal(recipe)
     assert "which is not a wheel with a sha256" in problem
     assert "pass-word" not in problem
 
 
-def test_password_of_a_repository_is_not_exported(
-    recipe: Recipe, tmp_path: Path, fake_export: FakeExport, fit: Fit
-) -> None:
+def test_password_of_a_repository_is_not_exported(recipe, tmp_path, fake_export, fit):
     fake_export(["einops @ git+https://me:pass-word@example.org/e@0123"])
     recipe.file.write_text(recipe.file.read_text() + "  pip: [{packages: [einops]}]\n")
     exported = uv_export.export_uv_lock(load(recipe.file)).decode()
@@ -303,9 +301,7 @@ def test_password_of_a_repository_is_not_exported(
     assert requirements(tmp_path) == {}
 
 
-def test_wheel_by_its_url_is_accepted(
-    recipe: Recipe, tmp_path: Path, fake_export: FakeExport, fit: Fit
-) -> None:
+def test_wheel_by_its_url_is_accepted(recipe, tmp_path, fake_export, fit):
     line = f"einops @ https://example.org/einops-1-py3-none-any.whl ; sys_platform == 'linux'{HASH}"
     fake_export([line])
     fit(uv_export.export_uv_lock(recipe).decode(), "")
@@ -318,7 +314,7 @@ INDEX = (
 )
 
 
-def test_indexes_of_the_project_are_named_to_pip(recipe: Recipe) -> None:
+def test_indexes_of_the_project_are_named_to_pip(recipe):
     edit(recipe, "pyproject.toml", "[project]", INDEX)
     assert uv_export.index_options(recipe) == ["--index-url", "https://index.example.org/simple"]
     edit(recipe, "pyproject.toml", "default = true\n", "")
@@ -329,26 +325,24 @@ def test_indexes_of_the_project_are_named_to_pip(recipe: Recipe) -> None:
     ("old", "new", "hidden"),
     [("https://", "https://me:pass-word@", ""), ("simple", "simple?token=pass-word", "?token=*********")],
 )
-def test_index_with_a_password_is_refused(recipe: Recipe, old: str, new: str, hidden: str) -> None:
+def test_index_with_a_password_is_refused(recipe, old, new, hidden):
     edit(recipe, "pyproject.toml", "[project]", INDEX.replace(old, new))
     problem = refusal(recipe)
     assert f"the index https://index.example.org/simple{hidden} is no plain HTTP URL" in problem
     assert "pass-word" not in problem
 
 
-def test_index_that_is_a_folder_is_refused(recipe: Recipe) -> None:
+def test_index_that_is_a_folder_is_refused(recipe):
     edit(recipe, "pyproject.toml", "[project]", INDEX.replace("https://", "file:///srv/"))
     with pytest.raises(UsageError, match="the index file:///srv/"):
         uv_export.index_options(recipe)
 
 
-def test_export_has_no_url_of_the_lock(exported: str) -> None:
+def test_export_has_no_url_of_the_lock(exported):
     assert "://" not in exported
 
 
-def test_uv_that_is_missing_is_named_with_its_install(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uv_that_is_missing_is_named_with_its_install(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing) as caught:
@@ -357,7 +351,7 @@ def test_uv_that_is_missing_is_named_with_its_install(
     assert caught.value.hint == "python3 -m pip install uv"
 
 
-def test_step_checks_the_hash_of_every_wheel(recipe: Recipe) -> None:
+def test_step_checks_the_hash_of_every_wheel(recipe):
     step = install.pip_step(recipe, UV_STEP)
     assert step.origin == "mine.yaml:3"
     assert "--require-hashes --no-deps --only-binary=:all:" in step.command

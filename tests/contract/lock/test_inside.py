@@ -54,7 +54,7 @@ def report(out: Path) -> dict[str, Any]:
     return {item["name"]: item for item in json.loads((out / "pip-0.json").read_text())}
 
 
-def test_report_has_the_sha256_that_the_index_lacks(index: str, tmp_path: Path) -> None:
+def test_report_has_the_sha256_that_the_index_lacks(index, tmp_path):
     out = resolve(tmp_path, index, "imgkit-test-one", "imgkit-test-two", one="1.0", two="0.9")
     items = report(out)
     one = items["imgkit-test-one"]
@@ -67,14 +67,14 @@ def test_report_has_the_sha256_that_the_index_lacks(index: str, tmp_path: Path) 
     assert not list((out / "files").iterdir())
 
 
-def test_kept_files_are_those_of_the_report(index: str, tmp_path: Path) -> None:
+def test_kept_files_are_those_of_the_report(index, tmp_path):
     out = resolve(tmp_path, index, "imgkit-test-one", keep_files=True)
     (file,) = (out / "files").iterdir()
     assert file.name == "imgkit_test_one-2.0-py3-none-any.whl"
     assert hashlib.sha256(file.read_bytes()).hexdigest() == report(out)["imgkit-test-one"]["sha256"]
 
 
-def test_failure_has_its_step_and_the_output_of_pip(index: str, tmp_path: Path) -> None:
+def test_failure_has_its_step_and_the_output_of_pip(index, tmp_path):
     out = resolve(tmp_path, index, "imgkit-test-one==9")
     step, _, output = (out / "failed.txt").read_text().partition("\n")
     assert step == "0"
@@ -109,7 +109,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_apt_states_sha256_and_keeps_locked_versions(base: Path) -> None:
+def test_apt_states_sha256_and_keeps_locked_versions(base):
     write_settings(base, False, {}, ("jq", "1.6"))
     inside.main("apt", ["jq", "x"])
     assert (base / "out/apt.txt").read_text() == "'http://a.example/x.deb' x_1_all.deb 5 SHA256:00\n"
@@ -119,13 +119,13 @@ def test_apt_states_sha256_and_keeps_locked_versions(base: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep_files", "steps"), [(True, {}), (False, {"0": {}})])
-def test_apt_installs_for_a_later_step_only(base: Path, keep_files: bool, steps: dict[str, Any]) -> None:
+def test_apt_installs_for_a_later_step_only(base, keep_files, steps):
     write_settings(base, keep_files, steps)
     inside.main("apt", ["jq"])
     assert ("--download-only" in (base / "log").read_text().splitlines()[2]) == keep_files
 
 
-def test_failure_of_apt_is_written(base: Path) -> None:
+def test_failure_of_apt_is_written(base):
     write_settings(base, True, {})
     inside.main("apt", ["no-such"])
     assert (base / "out/failed.txt").read_text() == "apt\nE: Unable to locate package no-such\n"

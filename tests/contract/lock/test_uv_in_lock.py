@@ -41,7 +41,7 @@ def locked(recipe: Recipe) -> Recipe:
     return lock_file.attach_lock(recipe, platform="linux/amd64")
 
 
-def test_changed_lock_of_uv_changes_the_recipe(recipe: Recipe, tmp_path: Path) -> None:
+def test_changed_lock_of_uv_changes_the_recipe(recipe, tmp_path):
     lock = tmp_path / "my-project/uv.lock"
     lock.write_text(lock.read_text() + "\n")
     assert load(recipe.file).sha256 != recipe.sha256
@@ -52,7 +52,7 @@ def context_files(recipe: Recipe) -> dict[str, bytes]:
     return {member.name: member.data for member in context.list_package_files(recipe)}
 
 
-def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> None:
+def test_locked_step_needs_the_lock_alone(recipe, tmp_path):
     recipe = locked(recipe)
     shutil.rmtree(tmp_path / "my-project")
     files = context_files(recipe)
@@ -69,7 +69,7 @@ def test_locked_step_needs_the_lock_alone(recipe: Recipe, tmp_path: Path) -> Non
     assert "inside_uv" not in text
 
 
-def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
+def test_kept_wheels_ask_no_server(recipe, tmp_path):
     first = locked(recipe)
     folder = tmp_path / "mine.lock.files"
     folder.mkdir()
@@ -98,9 +98,7 @@ def test_kept_wheels_ask_no_server(recipe: Recipe, tmp_path: Path) -> None:
     ],
     ids=["lock", "extras", "none"],
 )
-def test_other_uv_project_makes_the_lock_stale(
-    recipe: Recipe, tmp_path: Path, text: str, lock_end: str, line: int, reason: str
-) -> None:
+def test_other_uv_project_makes_the_lock_stale(recipe, tmp_path, text, lock_end, line, reason):
     locked(recipe)
     recipe.file.write_text(text)
     with (tmp_path / "my-project/uv.lock").open("a") as lock:
@@ -111,7 +109,7 @@ def test_other_uv_project_makes_the_lock_stale(
     assert caught.value.where == f"mine.yaml:{line}"
 
 
-def test_wheels_of_no_uv_project_are_refused(recipe: Recipe, tmp_path: Path) -> None:
+def test_wheels_of_no_uv_project_are_refused(recipe, tmp_path):
     lock = locked(recipe).lock
     assert lock is not None
     platform = dataclasses.replace(lock, request=dataclasses.replace(lock.request, uv=""))

@@ -26,7 +26,7 @@ from imgkit_builder.sif import convert, image, runtime, workspace
 from imgkit_builder.sif.conversion import Converted, Options
 from imgkit_builder.sif.entries import Archive, EngineImage
 from imgkit_builder.sif.runtime import scratch_env
-from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 
 class Lab:
@@ -69,9 +69,7 @@ def lab(archive: Path, tmp_path: Path, install: Callable[..., Any]) -> Lab:
         ("singularitypro 3.9", "singularitypro 3.9-4.el8", "runtime"),
     ],
 )
-def test_each_runtime_is_understood_and_gets_its_flags(
-    lab: Lab, sample: SampleImage, name: str, version: str, compression: str
-) -> None:
+def test_each_runtime_is_understood_and_gets_its_flags(lab, sample, name, version, compression):
     fake = lab.install(name)
     converted = lab.sif()
     (build,) = fake.calls("build")
@@ -91,20 +89,20 @@ def test_each_runtime_is_understood_and_gets_its_flags(
     assert image.read(converted.path).record == converted.record
 
 
-def test_gzip_asked_for(lab: Lab) -> None:
+def test_gzip_asked_for(lab):
     fake = lab.install()
     lab.sif(compression="gzip")
     (build,) = fake.calls("build")
     assert "-comp gzip -Xcompression-level 6 -processors" in " ".join(build["argv"])
 
 
-def test_zstd_from_old_runtime_refused(lab: Lab) -> None:
+def test_zstd_from_old_runtime_refused(lab):
     lab.install("apptainer 1.3")
     with pytest.raises(UsageError, match="no --mksquashfs-args"):
         lab.sif(compression="zstd")
 
 
-def test_scratch_variables_both_prefixes(lab: Lab) -> None:
+def test_scratch_variables_both_prefixes(lab):
     fake = lab.install()
     before = dict(os.environ)
     lab.sif(tmpdir=lab.folder)
@@ -116,7 +114,7 @@ def test_scratch_variables_both_prefixes(lab: Lab) -> None:
     assert not list(lab.folder.glob(".imgkit*"))
 
 
-def test_no_runtime_names_the_module(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_runtime_names_the_module(lab, monkeypatch):
     monkeypatch.setenv("PATH", str(lab.folder))
     with refused(
         ToolMissing, "singularity or apptainer is not on PATH", hint="module load singularity/3.11"
@@ -126,27 +124,27 @@ def test_no_runtime_names_the_module(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     assert lab.outputs() == []
 
 
-def test_game_called_singularity_refused(lab: Lab) -> None:
+def test_game_called_singularity_refused(lab):
     lab.install(version="Endgame: Singularity 1.00")
     with pytest.raises(ToolMissing, match="not Singularity 3"):
         lab.sif()
 
 
-def test_name_apptainer_alone_works(lab: Lab) -> None:
+def test_name_apptainer_alone_works(lab):
     fake = lab.install("apptainer 1.4")
     assert fake.command == "apptainer"
     lab.sif()
     assert {call["name"] for call in fake.calls()} == {"apptainer"}
 
 
-def test_chosen_runtime_runs_whatever_path_says(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chosen_runtime_runs_whatever_path_says(lab, monkeypatch):
     fake = lab.install("apptainer 1.4")
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     lab.sif(runtime=str(fake.folder / fake.command))
     assert fake.calls("exec")
 
 
-def test_environment_of_this_process_stays(lab: Lab) -> None:
+def test_environment_of_this_process_stays(lab):
     """Other threads see no variable of a run, not even while it goes on."""
     fake = lab.install("apptainer 1.4")
     tool, before, seen = runtime.find_runtime(), dict(os.environ), []
@@ -156,7 +154,7 @@ def test_environment_of_this_process_stays(lab: Lab) -> None:
     assert fake.calls()[-1]["env"]["TMPDIR"] == str(lab.folder)
 
 
-def test_megabyte_of_stderr_drained(lab: Lab) -> None:
+def test_megabyte_of_stderr_drained(lab):
     lab.install(behaviour="noisy")
     converted = lab.sif()
     assert sum(line.startswith("warn rootless") for line in lab.notes.lines) == 16384
@@ -164,7 +162,7 @@ def test_megabyte_of_stderr_drained(lab: Lab) -> None:
     assert converted.log.stat().st_size > 1 << 20
 
 
-def test_undecodable_output_survives(lab: Lab) -> None:
+def test_undecodable_output_survives(lab):
     lab.install(behaviour="stray byte")
     lab.sif()
     assert "caf\\xe9" in lab.notes.lines
@@ -184,9 +182,7 @@ def test_undecodable_output_survives(lab: Lab) -> None:
     ],
 )
 @pytest.mark.parametrize("stale", [True, False], ids=["old file", "no old file"])
-def test_failure_keeps_the_old_file(
-    lab: Lab, sample: SampleImage, behaviour: str, kind: type[ImgkitError], message: str, stale: bool
-) -> None:
+def test_failure_keeps_the_old_file(lab, sample, behaviour, kind, message, stale):
     lab.write(sample, layers=[layer_tar("big", 8 << 20)])
     fake = lab.install()
     old = lab.sif().path.read_bytes()
@@ -201,7 +197,7 @@ def test_failure_keeps_the_old_file(
 
 
 @pytest.mark.parametrize("behaviour", ["killed", "killed child"])
-def test_killed_runtime_names_a_job(lab: Lab, behaviour: str) -> None:
+def test_killed_runtime_names_a_job(lab, behaviour):
     lab.install(behaviour=behaviour)
     with pytest.raises(ToolFailed) as caught:
         lab.sif()
@@ -210,7 +206,7 @@ def test_killed_runtime_names_a_job(lab: Lab, behaviour: str) -> None:
     )
 
 
-def test_failure_quotes_and_names_log(lab: Lab) -> None:
+def test_failure_quotes_and_names_log(lab):
     lab.install(behaviour="fail")
     with pytest.raises(ToolFailed) as caught:
         lab.sif()
@@ -220,13 +216,13 @@ def test_failure_quotes_and_names_log(lab: Lab) -> None:
     assert "FATAL" in log.read_text()
 
 
-def test_exec_not_possible_can_be_skipped(lab: Lab) -> None:
+def test_exec_not_possible_can_be_skipped(lab):
     fake = lab.install(behaviour="no exec")
     assert lab.sif(test=False).path.exists()
     assert fake.calls("exec") == []
 
 
-def test_foreign_architecture_not_executed(lab: Lab, sample: SampleImage) -> None:
+def test_foreign_architecture_not_executed(lab, sample):
     lab.write(sample, arch="386")
     fake = lab.install(behaviour="no exec")
     assert lab.sif().arch == "386"
@@ -234,7 +230,7 @@ def test_foreign_architecture_not_executed(lab: Lab, sample: SampleImage) -> Non
     assert any("the image is 386" in note for note in lab.notes.texts)
 
 
-def test_baked_manifest_must_fit(lab: Lab, sample: SampleImage) -> None:
+def test_baked_manifest_must_fit(lab, sample):
     lab.write(sample, labels={"imgkit.version": "0.3.0", "imgkit.recipe.sha256": "aa"})
     baked = {
         "schema": 1,
@@ -255,7 +251,7 @@ def test_baked_manifest_must_fit(lab: Lab, sample: SampleImage) -> None:
         lab.sif(force=True)
 
 
-def test_second_run_is_up_to_date(lab: Lab) -> None:
+def test_second_run_is_up_to_date(lab):
     fake = lab.install()
     first = lab.sif()
     again = lab.sif()
@@ -266,7 +262,7 @@ def test_second_run_is_up_to_date(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("reason", ["force", "other runtime", "other compression", "damaged", "other image"])
-def test_not_up_to_date_converts_again(lab: Lab, sample: SampleImage, reason: str) -> None:
+def test_not_up_to_date_converts_again(lab, sample, reason):
     fake = lab.install()
     path = lab.sif().path
     if reason == "other runtime":
@@ -283,7 +279,7 @@ def test_not_up_to_date_converts_again(lab: Lab, sample: SampleImage, reason: st
     assert len(fake.calls("build")) == 2
 
 
-def test_target_of_another_kind_refused(lab: Lab) -> None:
+def test_target_of_another_kind_refused(lab):
     lab.install()
     lab.target.write_text("my thesis")
     with pytest.raises(UsageError, match="exists and is no"):
@@ -292,7 +288,7 @@ def test_target_of_another_kind_refused(lab: Lab) -> None:
     assert lab.sif(force=True).path == lab.target
 
 
-def test_runtime_builds_on_request_and_says_why(lab: Lab) -> None:
+def test_runtime_builds_on_request_and_says_why(lab):
     fake = lab.install()
     converted = lab.sif(writer="runtime")
     assert (converted.record.route, converted.record.runtime) == ("layers", "apptainer 1.4.5")
@@ -301,9 +297,7 @@ def test_runtime_builds_on_request_and_says_why(lab: Lab) -> None:
     assert lab.sif(writer="runtime").up_to_date
 
 
-def test_engine_image_without_mksquashfs_names_both_ways(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_image_without_mksquashfs_names_both_ways(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     laptop_image = MagicMock(spec=EngineImage)
     with refused(ToolMissing, hint="brew install squashfs") as caught:
@@ -311,7 +305,7 @@ def test_engine_image_without_mksquashfs_names_both_ways(
     assert "imgkit save IMAGE" in str(caught.value.hint)
 
 
-def test_image_of_an_engine_reaches_the_runtime_by_its_save_stream(lab: Lab, sample: SampleImage) -> None:
+def test_image_of_an_engine_reaches_the_runtime_by_its_save_stream(lab, sample):
     fake = lab.install()
     saved = MagicMock(spec=EngineImage)
     saved.name, saved.size_bytes = "mine:1", lab.archive.stat().st_size
@@ -323,14 +317,14 @@ def test_image_of_an_engine_reaches_the_runtime_by_its_save_stream(lab: Lab, sam
     assert not saved.export.called
 
 
-def test_writer_imgkit_does_not_fall_back_to_a_runtime(lab: Lab) -> None:
+def test_writer_imgkit_does_not_fall_back_to_a_runtime(lab):
     fake = lab.install()
     with pytest.raises(ToolMissing, match="mksquashfs"):
         lab.sif(writer="imgkit")
     assert fake.calls("build") == []
 
 
-def test_no_space_refused_before_work(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_space_refused_before_work(lab, monkeypatch):
     fake = lab.install()
     usage = type("usage", (), {"free": 100_000})
     monkeypatch.setattr(workspace, "disk_usage", lambda _: usage)
@@ -340,7 +334,7 @@ def test_no_space_refused_before_work(lab: Lab, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
-def test_stopped_midway_leaves_nothing(lab: Lab, number: signal.Signals) -> None:
+def test_stopped_midway_leaves_nothing(lab, number):
     fake = lab.install(behaviour="hang")
     with _verb(lab) as process:
         _wait_for(fake.folder / "grandchild")
@@ -352,7 +346,7 @@ def test_stopped_midway_leaves_nothing(lab: Lab, number: signal.Signals) -> None
     assert all(_gone(call["pid"]) for call in fake.calls("build"))
 
 
-def test_interrupted_reader_ends_the_group(lab: Lab) -> None:
+def test_interrupted_reader_ends_the_group(lab):
     """When `run` raises, nothing that it started runs any more."""
     fake = lab.install(behaviour="hang")
     tool = runtime.find_runtime()
@@ -372,7 +366,7 @@ def test_interrupted_reader_ends_the_group(lab: Lab) -> None:
     assert all(_gone(pid, within_s=0) for pid in pids)
 
 
-def test_killed_midway_cleaned_by_the_next(lab: Lab) -> None:
+def test_killed_midway_cleaned_by_the_next(lab):
     fake = lab.install(behaviour="hang")
     with _verb(lab) as process:
         _wait_for(fake.folder / "grandchild")
@@ -389,7 +383,7 @@ def test_killed_midway_cleaned_by_the_next(lab: Lab) -> None:
     assert not list(lab.folder.glob(".imgkit*"))
 
 
-def test_second_run_at_once_refused(lab: Lab) -> None:
+def test_second_run_at_once_refused(lab):
     fake = lab.install(behaviour="hang")
     with _verb(lab) as process:
         _wait_for(fake.folder / "grandchild")

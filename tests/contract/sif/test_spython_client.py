@@ -30,23 +30,23 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return program
 
 
-def test_build_starts_sudo_by_default() -> None:
+def test_build_starts_sudo_by_default():
     assert inspect.signature(Client.build).parameters["sudo"].default is True
 
 
-def test_failed_build_returns_a_stale_file_as_success(runtime: Path, tmp_path: Path) -> None:
+def test_failed_build_returns_a_stale_file_as_success(runtime, tmp_path):
     (tmp_path / "x.sif").write_bytes(b"of an earlier build")
     assert Client.build(recipe="x.def", image="x.sif", sudo=False, quiet=True) == "x.sif"
     (tmp_path / "x.sif").unlink()
     assert Client.build(recipe="x.def", image="x.sif", sudo=False, quiet=True) is None
 
 
-def test_failed_pull_returns_the_name_of_the_file(runtime: Path) -> None:
+def test_failed_pull_returns_the_name_of_the_file(runtime):
     path = Client.pull("docker://busybox", name="x.sif", quiet=True)
     assert (Path(path).name, Path(path).exists()) == ("x.sif", False)
 
 
-def test_streamed_build_hangs_once_standard_error_is_full(runtime: Path) -> None:
+def test_streamed_build_hangs_once_standard_error_is_full(runtime):
     """The runtimes write all that they report to standard error, and nobody reads it."""
     write_program(runtime, "head -c 200000 /dev/zero | tr '\\0' e >&2; echo done")
     code = (
@@ -58,7 +58,7 @@ def test_streamed_build_hangs_once_standard_error_is_full(runtime: Path) -> None
         subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=3, check=False)
 
 
-def test_execute_returns_a_text_or_a_dictionary(runtime: Path) -> None:
+def test_execute_returns_a_text_or_a_dictionary(runtime):
     """Only a failure has an exit code, and a list may begin with either stream."""
     failed = Client.execute("x.sif", ["true"], quiet=True)
     assert failed == {"message": ["exec x.sif true\n", "failed\n"], "return_code": 3}
@@ -69,13 +69,13 @@ def test_execute_returns_a_text_or_a_dictionary(runtime: Path) -> None:
     assert Client.execute("x.sif", ["true"], quiet=True) == "done\n"
 
 
-def test_execute_ignores_variables_where_it_streams(runtime: Path) -> None:
+def test_execute_ignores_variables_where_it_streams(runtime):
     write_program(runtime, 'echo "${MINE-unset}"')
     lines = Client.execute("x.sif", ["true"], stream=True, environ={**os.environ, "MINE": "1"})
     assert "unset" in "".join(lines)
 
 
-def test_client_runs_whatever_is_called_singularity(runtime: Path) -> None:
+def test_client_runs_whatever_is_called_singularity(runtime):
     """Not the runtime that the user chose: no function takes a program."""
     assert Client._init_command("build")[0] == "singularity"
     for function in (Client.build, Client.pull, Client.execute, Client.inspect):
@@ -83,27 +83,27 @@ def test_client_runs_whatever_is_called_singularity(runtime: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sign", "verify", "sif", "overlay", "config"])
-def test_client_has_no_function_for(name: str) -> None:
+def test_client_has_no_function_for(name):
     assert not hasattr(Client, name)
 
 
-def test_stream_command_takes_no_folder_and_no_variables() -> None:
+def test_stream_command_takes_no_folder_and_no_variables():
     assert not {"cwd", "env", "environ"} & set(inspect.signature(stream_command).parameters)
 
 
-def test_stream_command_fails_on_a_stray_byte(runtime: Path) -> None:
+def test_stream_command_fails_on_a_stray_byte(runtime):
     """Program output is decoded strictly: `supervisor` decodes it first."""
     write_program(runtime, "printf '\\377\\n'")
     with pytest.raises(UnicodeDecodeError):
         list(stream_command([str(runtime)], output_type="both"))
 
 
-def test_stream_command_drops_lines_with_progess_by_default(runtime: Path) -> None:
+def test_stream_command_drops_lines_with_progess_by_default(runtime):
     write_program(runtime, "echo Progess 1; echo kept")
     assert list(stream_command([str(runtime)], output_type="both")) == ["kept\n"]
 
 
-def test_stream_command_leaves_children_of_an_interrupted_run(runtime: Path, tmp_path: Path) -> None:
+def test_stream_command_leaves_children_of_an_interrupted_run(runtime, tmp_path):
     """`supervisor` makes a group of processes that can be ended as a whole."""
     write_program(runtime, "sleep 60 & echo $!; wait")
     lines = stream_command([str(runtime)], output_type="both")
@@ -115,7 +115,7 @@ def test_stream_command_leaves_children_of_an_interrupted_run(runtime: Path, tmp
         os.kill(child, 9)
 
 
-def test_every_fault_is_in_the_decision() -> None:
+def test_every_fault_is_in_the_decision():
     """The table of the decision names each test of this file."""
     text = ADR.read_text(encoding="utf-8")
     tests = [name for name in globals() if name.startswith("test_") and "decision" not in name]

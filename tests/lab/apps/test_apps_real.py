@@ -15,7 +15,7 @@ def command(standin: str, *args: str) -> Done:
     return in_image(standin, "python3", "-I", "-m", "imgkit_entrypoints", *args)
 
 
-def test_rank_0_talks_with_every_rank(standin: str) -> None:
+def test_rank_0_talks_with_every_rank(standin):
     result = command(standin, "dist-hello", "--nproc", "3")
     assert result.returncode == 0, result.stderr
     assert "all_reduce of ones: 3" in result.stdout
@@ -38,13 +38,13 @@ run_worker(main)
 
 
 @pytest.mark.parametrize(("code", "exit_code"), [("None", 0), ("85", 85), ("'lost'", 1)])
-def test_worker_leaves_without_finalizing(standin: str, code: str, exit_code: int) -> None:
+def test_worker_leaves_without_finalizing(standin, code, exit_code):
     result = in_image(standin, "python3", "-c", WORKER.format(code=code))
     assert (result.returncode, result.stdout) == (exit_code, "worked\n"), result.stderr
     assert ("lost" in result.stderr) == (exit_code == 1)
 
 
-def test_pi_is_right_to_the_last_digits(standin: str) -> None:
+def test_pi_is_right_to_the_last_digits(standin):
     result = command(standin, "dist-pi", "--nproc", "2")
     assert result.returncode == 0, result.stderr
     error = re.search(r"error (\S+), 100000000 intervals, 2 ranks", result.stdout)
@@ -70,7 +70,7 @@ print("all right")
 """
 
 
-def test_every_world_size_gives_the_same_pi(standin: str) -> None:
+def test_every_world_size_gives_the_same_pi(standin):
     result = in_image(standin, "python3", "-I", "-c", WORLD_SIZES)
     assert "all right" in result.stdout, result.stderr
 
@@ -112,7 +112,7 @@ agent 1 "$@" & agent 0 "$@"; code=$?; wait $! && exit $code
 """
 
 
-def test_two_nodes_verify_their_sum(standin: str) -> None:
+def test_two_nodes_verify_their_sum(standin):
     args = ("-m", "imgkit_entrypoints.apps.doctor", "--json")
     result = in_image(standin, "sh", "-c", TWO_AGENTS, "sh", *args)
     assert result.returncode == 0, result.stderr
@@ -123,7 +123,7 @@ def test_two_nodes_verify_their_sum(standin: str) -> None:
     assert all(node["host"].endswith(f"(node {rank})") for rank, node in enumerate(report["nodes"]))
 
 
-def test_rank_that_computes_wrongly_is_named(standin: str) -> None:
+def test_rank_that_computes_wrongly_is_named(standin):
     result = spoiled(standin)
     assert result.returncode == 1
     assert "the values of rank 1 arrived corrupted at 2 of 2 ranks" in result.stdout
@@ -145,7 +145,7 @@ IMGKIT_GPUS=4 IMGKIT_DEVICE=cpu plan
 """
 
 
-def test_gpus_that_cannot_be_used_do_not_count(standin: str) -> None:
+def test_gpus_that_cannot_be_used_do_not_count(standin):
     result = in_image(standin, "bash", "-uc", GPUS)
     none = "no GPU is visible here, but IMGKIT_GPUS says 4 per node (/dev: "
     lines = [line.strip() for line in result.stdout.splitlines() if line.startswith(" ")]

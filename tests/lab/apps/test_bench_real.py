@@ -47,7 +47,7 @@ def inside(standin: str, folder: Path, *args: str, script: str = "") -> Done:
 
 
 @pytest.mark.docker
-def test_every_collective_is_measured_and_right(standin: str, tmp_path: Path) -> None:
+def test_every_collective_is_measured_and_right(standin, tmp_path):
     args = ("all", "--min", "8", "--max", "64K", "--factor", "128", "--dtype", "bf16", "--csv", "run.csv")
     short = ("--nproc", "3", "--iters", "2", "--warmup-iters", "1", "--save", "run.json", "--plot", "run.svg")
     completed = inside(standin, tmp_path, *BENCH, *args, *short)
@@ -81,7 +81,7 @@ cat /tmp/0
 
 @pytest.mark.docker
 @pytest.mark.soak
-def test_nodes_with_different_numbers_of_ranks_are_refused(standin: str, tmp_path: Path) -> None:
+def test_nodes_with_different_numbers_of_ranks_are_refused(standin, tmp_path):
     stdout = inside(standin, tmp_path, "bash", "-c", TWO_NODES, "bash", *BENCH, "--max", "1K").stdout
     assert re.search(
         r"the nodes have different numbers of ranks: 1 on \S+ \(node 0\), 2 on \S+ \(node 1\)", stdout
@@ -113,7 +113,7 @@ print(len(batches), len(set(place for place, _ in batches)), min(kinds for _, ki
 
 
 @pytest.mark.docker
-def test_batches_rotate_through_random_data(standin: str, tmp_path: Path) -> None:
+def test_batches_rotate_through_random_data(standin, tmp_path):
     result = inside(standin, tmp_path, "python3", "-I", "/given.py", script=ROTATED)
     launches, buffers, kinds = map(int, result.stdout.split()) if not result.returncode else (0, 0, 0)
     assert (launches, buffers) == (50, 10), result.stderr  # 5 batches of 10
@@ -142,7 +142,7 @@ main()
 
 
 @pytest.mark.docker
-def test_swap_shift_and_flipped_bit_are_found(standin: str, tmp_path: Path) -> None:
+def test_swap_shift_and_flipped_bit_are_found(standin, tmp_path):
     args = ("all_gather", "--min", "4K", "--max", "1M", "--factor", "16", "--iters", "2")
     completed = inside(standin, tmp_path, *TORCHRUN, "/given.py", *args, "--save", "run.json", script=INJURED)
     assert completed.returncode == 1
@@ -161,7 +161,7 @@ def test_swap_shift_and_flipped_bit_are_found(standin: str, tmp_path: Path) -> N
 
 
 @pytest.mark.docker
-def test_one_rank_and_too_little_memory_are_told(standin: str, tmp_path: Path) -> None:
+def test_one_rank_and_too_little_memory_are_told(standin, tmp_path):
     args = ("--nproc", "1", "--min", "4K", "--max", "8T", "--factor", str(1 << 31), "--save", "run.json")
     completed = inside(standin, tmp_path, *BENCH, *args, "--iters", "2")
     assert completed.returncode == 1
@@ -181,7 +181,7 @@ wait $pid
 
 
 @pytest.mark.docker
-def test_stop_request_leaves_whole_sizes(standin: str, tmp_path: Path) -> None:
+def test_stop_request_leaves_whole_sizes(standin, tmp_path):
     args = ("--nproc", "2", "--seconds", "5", "--save", "run.json")
     result = inside(standin, tmp_path, "sh", "-c", STOPPED, "sh", *BENCH, *args)
     assert result.returncode == 1, result.stderr
@@ -193,7 +193,7 @@ def test_stop_request_leaves_whole_sizes(standin: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.docker
-def test_unwritable_file_is_refused_with_the_usage_code(standin: str, tmp_path: Path) -> None:
+def test_unwritable_file_is_refused_with_the_usage_code(standin, tmp_path):
     result = inside(standin, tmp_path, *BENCH, "--nproc", "2", "--size", "4K", "--save", "/absent/run.json")
     assert result.returncode == 2
     assert "/absent/run.json: cannot be written" in result.stderr
@@ -262,7 +262,7 @@ HERE = (3, "2", 200)
         for case in itertools.product((2, 3), ("1", "2"), (200, 50))
     ],
 )
-def test_verdict_gives_the_share_of_the_wire(site: Site, nodes: int, ranks: str, rate_Mbps: int) -> None:
+def test_verdict_gives_the_share_of_the_wire(site, nodes, ranks, rate_Mbps):
     # The root's link always has work; a ring of so few bytes would measure the nodes' processors instead.
     args = ("gather", "--size", f"{rate_Mbps // 50}M", "--iters", "3", "--no-verify", "--nproc", ranks)
     site.rate(1000 * rate_Mbps)
@@ -274,7 +274,7 @@ def test_verdict_gives_the_share_of_the_wire(site: Site, nodes: int, ranks: str,
 
 @pytest.mark.soak
 @on_wires
-def test_both_directions_of_a_wire_work_at_once(site: Site) -> None:
+def test_both_directions_of_a_wire_work_at_once(site):
     site.rate(50_000)
     run = site.bench(2, "sendrecv", "--size", "2M", "--iters", "3", "--no-verify")
     # Frames are up to a tenth more than what is sent.
@@ -287,7 +287,7 @@ def test_both_directions_of_a_wire_work_at_once(site: Site) -> None:
     [("kill", "node2", "apps.bench"), pytest.param(("cut", "node2"), marks=pytest.mark.soak)],
     ids=["rank lost", "node cut off"],
 )
-def test_what_was_finished_stays(site: Site, fault: tuple[str, ...]) -> None:
+def test_what_was_finished_stays(site, fault):
     saved = site.state / f"{fault[0]}.json"
     args = ("--min", "64K", "--max", "64M", "--no-verify", "--save", str(saved))
     argv = site.argv(*site.start(2, *args))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from torchkit import run_script
 
@@ -45,7 +43,7 @@ start(3, main)
 """
 
 
-def test_every_rank_gets_every_value(standin: str, tmp_path: Path) -> None:
+def test_every_rank_gets_every_value(standin, tmp_path):
     result = run_script(standin, tmp_path, "train_many", RANKS + GATHERED)
     lines = result.stdout.splitlines()
     assert lines == ["3 ranks ended with [0, 0, 0]"], result.stderr
@@ -61,7 +59,7 @@ start(2, main)
 """
 
 
-def test_ranks_at_different_calls_are_named(standin: str, tmp_path: Path) -> None:
+def test_ranks_at_different_calls_are_named(standin, tmp_path):
     result = run_script(standin, tmp_path, "train_many", RANKS + UNLIKE)
     message = "the ranks are at different calls: rank 1: run.save, rank 0: run.steps"
     assert result.stdout.splitlines().count(message) == 2, result.stderr
@@ -95,7 +93,7 @@ print(found)
 """
 
 
-def test_random_state_is_kept_bitwise(standin: str, tmp_path: Path) -> None:
+def test_random_state_is_kept_bitwise(standin, tmp_path):
     result = run_script(standin, tmp_path, "train_many", RANKS + DRAWN)
     assert result.stdout.splitlines() == ["['python', 'torch']", "['numpy', 'python', 'torch']"], (
         result.stderr

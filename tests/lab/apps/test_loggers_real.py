@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from labkit import in_image, run
@@ -33,7 +32,7 @@ END
 
 @pytest.mark.docker
 @pytest.mark.soak  # it fetches 60 MB of packages
-def test_curves_go_on_after_a_kill(standin: str, tmp_path: Path) -> None:
+def test_curves_go_on_after_a_kill(standin, tmp_path):
     platforms = [
         f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux_2_17", "manylinux2014")
     ]

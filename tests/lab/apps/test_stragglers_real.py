@@ -86,7 +86,7 @@ def summary(run: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_slow_rank_is_named_with_its_node(runs: Path) -> None:
+def test_slow_rank_is_named_with_its_node(runs):
     rows = [json.loads(text) for text in (runs / "slow/metrics.jsonl").read_text().splitlines()]
     (straggler,) = summary(runs / "slow")
     assert (straggler["rank"], straggler["node"], straggler["local_rank"]) == (1, "n7", 1)
@@ -99,15 +99,15 @@ def test_slow_rank_is_named_with_its_node(runs: Path) -> None:
     assert rows[-1]["wait_s"] > 0
 
 
-def test_nobody_is_slow_among_equals(runs: Path) -> None:
+def test_nobody_is_slow_among_equals(runs):
     assert summary(runs / "even") == []
 
 
-def test_rank_without_samples_is_not_slow(runs: Path) -> None:
+def test_rank_without_samples_is_not_slow(runs):
     assert summary(runs / "data") == []
 
 
-def test_clock_leaves_every_bit_of_the_weights(standin: str, runs: Path) -> None:
+def test_clock_leaves_every_bit_of_the_weights(standin, runs):
     assert_same_state(standin, runs / "timed", runs / "untimed", "weights", "optimizer", "ranks")
     rates = [
         json.loads((runs / name / "metrics.jsonl").read_text().splitlines()[-1])
@@ -116,7 +116,7 @@ def test_clock_leaves_every_bit_of_the_weights(standin: str, runs: Path) -> None
     assert [row["own_work_s"] is None for row in rates] == [False, True]
 
 
-def test_events_of_a_gpu_are_read_one_look_later(standin: str) -> None:
+def test_events_of_a_gpu_are_read_one_look_later(standin):
     result = in_image(standin, "python3", "-c", FAKE_GPU)
     assert result.returncode == 0, result.stderr
     # From the first mark to that of the third gradient, and one to the end; nothing at the first look.

@@ -59,14 +59,14 @@ def assert_ended_as(standin: str, undisturbed: Path, run: Path) -> None:
     assert_same_state(standin, undisturbed, run, "weights", "optimizer", "ranks")
 
 
-def test_killed_worker_is_started_again_and_goes_on(standin: str, runs: Path, undisturbed: Path) -> None:
+def test_killed_worker_is_started_again_and_goes_on(standin, runs, undisturbed):
     output = inside(standin, runs, "FAULT='once kill 1 33' train --max-failures 1 --run-dir killed")
     assert re.search(r"resumes after step (25|30) of 60: killed/checkpoints", output), output
     assert_ended_as(standin, undisturbed, runs / "killed")
 
 
 @pytest.mark.soak  # tests/lab/job has spares with stubs
-def test_spare_takes_over_from_a_killed_node(standin: str, runs: Path, undisturbed: Path) -> None:
+def test_spare_takes_over_from_a_killed_node(standin, runs, undisturbed):
     script = """
 export PAUSE=0.05 IMGKIT_RUN_DIR=spare
 words="--nproc 1 --nnodes 2+1 --head 127.0.0.1"
@@ -87,7 +87,7 @@ wait $spare
 
 
 @pytest.mark.soak  # half an hour
-def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, undisturbed: Path) -> None:
+def test_random_faults_of_three_nodes_cost_nothing(standin, runs, undisturbed):
     seed = time.time_ns() % 10**6
     # train_schedules.py waits a minute for a node, whose head may be killed before they have met.
     limits = "--lost-after 4 --rollcall-timeout 45"
@@ -101,9 +101,7 @@ def test_random_faults_of_three_nodes_cost_nothing(standin: str, runs: Path, und
 
 
 @pytest.mark.parametrize("kills", [2, pytest.param(6, marks=pytest.mark.soak)])
-def test_any_process_killed_at_any_time_costs_nothing(
-    standin: str, runs: Path, undisturbed: Path, kills: int
-) -> None:
+def test_any_process_killed_at_any_time_costs_nothing(standin, runs, undisturbed, kills):
     shot = f'bash -c "$(declare -f train); train --run-dir shot{kills}"'
     output = inside(standin, runs, f"export PAUSE=0.05; python3 train_kills.py {kills} {shot}")
     killed = re.findall(r"^killed (?:a worker|torchrun|the guard|the launcher) after step", output, re.M)
@@ -113,7 +111,7 @@ def test_any_process_killed_at_any_time_costs_nothing(
     assert_ended_as(standin, undisturbed, runs / f"shot{kills}")
 
 
-def test_stopped_worker_is_told_and_goes_on(standin: str, runs: Path, undisturbed: Path) -> None:
+def test_stopped_worker_is_told_and_goes_on(standin, runs, undisturbed):
     script = """
 export PAUSE=0.08
 FAULT='once stop 1 33' train --hang-after 3 --run-dir stopped 2> >(tee err >&2) & pid=$!
@@ -129,9 +127,7 @@ wait $pid
     assert_ended_as(standin, undisturbed, runs / "stopped")
 
 
-def test_node_without_the_checkpoint_gets_it_or_the_run_is_refused(
-    standin: str, runs: Path, undisturbed: Path
-) -> None:
+def test_node_without_the_checkpoint_gets_it_or_the_run_is_refused(standin, runs, undisturbed):
     # Two nodes with a run folder of their own each.
     script = """
 python3 train_many.py <<END
@@ -150,7 +146,7 @@ END
 
 
 @pytest.mark.soak
-def test_scalers_skips_stop_nothing_and_go_on(standin: str, runs: Path) -> None:
+def test_scalers_skips_stop_nothing_and_go_on(standin, runs):
     script = """
 python3 train_many.py <<END
 words = "--model faults.py:model --data faults.py:steep --batch-size 4 --amp fp16 --lr 1e-9"

@@ -48,7 +48,7 @@ def launched(standin: str, runs: Path, script: str) -> str:
 
 
 @pytest.mark.parametrize("world_sizes", [(3,), pytest.param((1, 2, 4), marks=pytest.mark.soak)])
-def test_resumed_run_is_bitwise_the_same(standin: str, runs: Path, world_sizes: tuple[int, ...]) -> None:
+def test_resumed_run_is_bitwise_the_same(standin, runs, world_sizes):
     # Several gradient buckets, dropout, and 3 epochs that each end with a short step.
     script = """
 words = "--model gpt --samples 20 --global-batch 12"
@@ -65,7 +65,7 @@ for n in WORLD_SIZES:
     assert output.count("resumes after step 4 of 7") == len(world_sizes)
 
 
-def test_data_workers_change_nothing(standin: str, runs: Path) -> None:
+def test_data_workers_change_nothing(standin, runs):
     # Samples that are random at every reading, and BatchNorm, whose buffers count too.
     script = """
 words = "--model own.py:model --data own.py:data --batch-size 4 --momentum 0.9 --clip 1"
@@ -77,7 +77,7 @@ same("alone", "fetched", "weights", "optimizer")
     assert "resumes after step 5 of 9" in many(standin, runs, script)
 
 
-def test_batches_of_rows_equal_single_samples(standin: str, runs: Path) -> None:
+def test_batches_of_rows_equal_single_samples(standin, runs):
     script = """
 for count in (1, 2):
     words = f"--model own.py:plain --batch-size 8 --global-batch {16 * count} --dtype fp64"
@@ -89,7 +89,7 @@ for count in (1, 2):
     many(standin, runs, script)
 
 
-def test_changed_momentum_counts_in_a_resumed_run(standin: str, runs: Path) -> None:
+def test_changed_momentum_counts_in_a_resumed_run(standin, runs):
     script = """
 assert train(1, "--steps 2 --momentum 0.9 --run-dir slower") == 0
 assert train(1, "--steps 4 --momentum 0.5 --lr 0.01 --run-dir slower") == 0
@@ -99,7 +99,7 @@ assert (group["momentum"], group["lr"]) == (0.5, 0.01)
     assert "momentum was 0.9, now 0.5" in many(standin, runs, script)
 
 
-def test_ranks_and_accumulation_are_equal(standin: str, runs: Path) -> None:
+def test_ranks_and_accumulation_are_equal(standin, runs):
     # 22 samples in steps of 12: every second step is short, and its 10 samples do not share equally by 4.
     script = """
 own = "--model own.py:plain --data own.py:data --dtype fp64 --optimizer adam --lr 0.01"
@@ -130,7 +130,7 @@ assert train(5, f"{words} --steps 9 --run-dir changing") == 2
     assert "use 4 or 6 ranks" in output
 
 
-def test_damaged_checkpoint_is_skipped_and_replaced(standin: str, runs: Path) -> None:
+def test_damaged_checkpoint_is_skipped_and_replaced(standin, runs):
     script = """
 import re
 import shutil
@@ -163,7 +163,7 @@ assert names == ["skipped-step", "skipped-step", "skipped-step", "step", "step"]
 
 
 @pytest.mark.soak
-def test_checkpoint_of_another_program_is_refused(standin: str, runs: Path) -> None:
+def test_checkpoint_of_another_program_is_refused(standin, runs):
     script = """
 from imgkit_entrypoints.run import Run
 
@@ -177,7 +177,7 @@ assert train(2, f"{words} --steps 13 --run-dir other") == 2
     assert "this checkpoint was written by another program" in many(standin, runs, script)
 
 
-def test_changed_model_is_refused_by_its_first_key(standin: str, runs: Path) -> None:
+def test_changed_model_is_refused_by_its_first_key(standin, runs):
     script = """
 words = "--model grown.py:model --data own.py:data --batch-size 4 --run-dir changed"
 text = open("own.py").read()
@@ -190,7 +190,7 @@ assert train(1, f"{words} --steps 4") == 2
     assert "0.weight is (64, 6) in the checkpoint and (65, 6) in the model" in output
 
 
-def test_ranks_with_different_options_are_refused_by_name(standin: str, runs: Path) -> None:
+def test_ranks_with_different_options_are_refused_by_name(standin, runs):
     script = """
 import os
 assert train(2, "--steps 3", folders="unlike0 unlike1", rank_args=("--lr 0.1", "--lr 0.2 --seed 3")) == 2
@@ -202,7 +202,7 @@ assert not os.path.exists("unlike0/checkpoints")
     )
 
 
-def test_loss_that_is_no_number_stops_or_is_skipped(standin: str, runs: Path) -> None:
+def test_loss_that_is_no_number_stops_or_is_skipped(standin, runs):
     script = """
 words = "--model own.py:plain --data own.py:data --step own.py:breaks --batch-size 2 --steps 12"
 assert train(2, f"{words} --save-every 2 --keep 9 --run-dir broken") == 1
@@ -218,7 +218,7 @@ assert train(2, f"{words} --on-nan skip --amp fp16 --run-dir scaled") == 0
     assert skipped[0] == 1 <= skipped[1]  # with fp16 also the steps with which the scale settles
 
 
-def test_options_do_what_they_say_or_are_refused(standin: str, runs: Path) -> None:
+def test_options_do_what_they_say_or_are_refused(standin, runs):
     script = """
 assert train(1, "--workers 1 --steps 2") == 2
 assert train(1, "--profile 9:1 --steps 2 --run-dir profiled") == 2
@@ -235,7 +235,7 @@ assert states("fresh")["step"] == 2
     assert "resumes after step 2 of 4" in output
 
 
-def test_numbers_of_a_step_are_averaged(standin: str, runs: Path) -> None:
+def test_numbers_of_a_step_are_averaged(standin, runs):
     script = """
 own = "--model own.py:plain --data own.py:exact --steps 6 --global-batch 8 --batch-size 2 --step own.py:"
 assert train(2, own + "numbers --run-dir numbered --schedule linear") == 0
@@ -253,7 +253,7 @@ assert train(1, own + "wide") == 2
 
 
 @pytest.mark.soak
-def test_every_model_learns(standin: str, runs: Path) -> None:
+def test_every_model_learns(standin, runs):
     script = """
 assert train(2, "--model mlp --steps 40 --log-every 40") == 0
 assert train(2, "--model resnet18 --samples 8 --batch-size 4 --steps 6") == 0
@@ -277,7 +277,7 @@ assert train(1, "--model mlp --data text.txt --steps 4") == 2
     assert "eval needs at least 641 bytes" in output
 
 
-def test_looking_at_held_out_data_changes_nothing(standin: str, runs: Path) -> None:
+def test_looking_at_held_out_data_changes_nothing(standin, runs):
     # A loss that draws numbers itself, dropout, BatchNorm; the second run also starts over in the middle.
     script = """
 words = "--model own.py:model --data own.py:data --step own.py:shaken --batch-size 4 --momentum 0.9"
@@ -300,7 +300,7 @@ for count in (1, 3):
     assert "held out" in (runs / "looking/curves.svg").read_text()
 
 
-def test_steps_are_traced_on_every_rank(standin: str, runs: Path) -> None:
+def test_steps_are_traced_on_every_rank(standin, runs):
     script = """
 import json
 assert train(2, "--steps 9 --run-dir traced --profile 4:2") == 0
@@ -316,7 +316,7 @@ for rank in (0, 1):
     assert output.count("reduced: True") == 2
 
 
-def test_compiled_model_learns_or_is_refused(standin: str, runs: Path) -> None:
+def test_compiled_model_learns_or_is_refused(standin, runs):
     script = """
 import re
 import shutil
@@ -334,7 +334,7 @@ else:
 
 
 @pytest.mark.soak
-def test_folder_of_images_is_learnt(standin: str, runs: Path) -> None:
+def test_folder_of_images_is_learnt(standin, runs):
     script = """
 import os
 from PIL import Image
@@ -362,7 +362,7 @@ assert train(1, f"{words} --batch-size 16 --steps 1") == 1
     assert summary["last_loss"] < summary["first_loss"]
 
 
-def test_stops_save_and_say_so(standin: str, runs: Path) -> None:
+def test_stops_save_and_say_so(standin, runs):
     script = """
 words="--nproc 2 --samples 500000 --epochs 10 --save-every 0 --log-every 10"
 train $words --run-dir flagged & pid=$!
@@ -404,7 +404,7 @@ assert train(2, f"{words} --stop-after 0") == 1
         assert summary["saved_step"] == summary["step"] < summary["steps"]
 
 
-def test_refusal_is_told_though_another_worker_ends_first(standin: str, runs: Path) -> None:
+def test_refusal_is_told_though_another_worker_ends_first(standin, runs):
     # The first worker to end makes torchrun end the others, here before local rank 0 has seen the error.
     (runs / "late.py").write_text(
         "import gc, os, time\nif os.environ['LOCAL_RANK'] == '0':\n    time.sleep(1.5)\n"
@@ -417,7 +417,7 @@ def test_refusal_is_told_though_another_worker_ends_first(standin: str, runs: Pa
     assert "exit code 2\n" in output
 
 
-def test_failing_samples_and_functions_are_named(standin: str, runs: Path) -> None:
+def test_failing_samples_and_functions_are_named(standin, runs):
     script = """
 own="--model own.py:plain --batch-size 4 --steps 12"
 code train $own --nproc 1 --data own.py:dies --workers 1

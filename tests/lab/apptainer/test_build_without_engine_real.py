@@ -107,7 +107,7 @@ def shown(path: Path, *, owners: bool = False) -> dict[str, tuple[object, ...]]:
 
 
 @pytest.mark.soak
-def test_files_are_those_of_a_docker_build(lab: Lab, standin_notorch: str) -> None:
+def test_files_are_those_of_a_docker_build(lab, standin_notorch):
     name = f"imgkit-test-both:{secrets.token_hex(4)}"
     try:
         words = ("build", "./mine.yaml", "--base", standin_notorch, "--tag", name, "--no-test")
@@ -124,7 +124,7 @@ def test_files_are_those_of_a_docker_build(lab: Lab, standin_notorch: str) -> No
 
 @pytest.mark.soak
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_root_keeps_every_owner(lab: Lab, standin_notorch: str) -> None:
+def test_root_keeps_every_owner(lab, standin_notorch):
     words = ("build", "./mine.yaml", "--with", "apptainer", "--base-from", "base.tar", "--no-test")
     imgkit_json(*words, "-o", "root.sif", folder=lab.folder)
     imgkit_json("sif", "base.tar", "-o", "base.sif", "--no-test", folder=lab.folder)
@@ -134,7 +134,7 @@ def test_root_keeps_every_owner(lab: Lab, standin_notorch: str) -> None:
     assert any(entry[-1] == 42 for entry in kept.values()), "the base has a file of the group shadow"
 
 
-def test_ordinary_user_gets_a_tested_file(lab: Lab) -> None:
+def test_ordinary_user_gets_a_tested_file(lab):
     built = lab.built
     assert [one["verdict"] for one in built["checks"] if one["verdict"] not in ("ok", "skip")] == []
     assert built["labels"]["team"] == "ours"
@@ -150,7 +150,7 @@ def test_ordinary_user_gets_a_tested_file(lab: Lab) -> None:
 
 
 @pytest.mark.soak
-def test_variables_of_a_sif_base_are_known(lab: Lab, standin_notorch: str) -> None:
+def test_variables_of_a_sif_base_are_known(lab, standin_notorch):
     text = f"image: {{base: '{standin_notorch}', env: {{OWN: own}}}}\nsystem: {{scheduler: standalone}}\n"
     (lab.folder / "second.yaml").write_text(text)
     words = ("build", "second.yaml", "--with", "apptainer", "--base-from", "mine.sif", "--json")
@@ -183,7 +183,7 @@ def left(folder: Path) -> list[str]:
     return sorted(one.name for one in folder.iterdir() if one.name.startswith("."))
 
 
-def test_failed_step_shows_its_last_lines(tiny: Path) -> None:
+def test_failed_step_shows_its_last_lines(tiny):
     done = build(tiny, "echo https://ana:hunter2pw@x/; echo before; exit 7", "-v")
     assert done.returncode == 4
     assert "hunter2pw" not in done.stderr
@@ -199,7 +199,7 @@ def test_failed_step_shows_its_last_lines(tiny: Path) -> None:
 
 
 @pytest.mark.soak
-def test_sif_is_a_base(tiny: Path) -> None:
+def test_sif_is_a_base(tiny):
     assert build(tiny, "echo 1 > /one", "-o", "one.sif").returncode == 0
     done = build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif")
     assert done.returncode == 0, done.stderr
@@ -207,14 +207,14 @@ def test_sif_is_a_base(tiny: Path) -> None:
 
 
 @pytest.mark.soak
-def test_oci_folder_with_a_blank_is_a_base(tiny: Path) -> None:
+def test_oci_folder_with_a_blank_is_a_base(tiny):
     with tarfile.open(tiny / "tiny.tar") as archive:
         archive.extractall(tiny / "an image", filter="data")
     assert build(tiny, "true", base="an image").returncode == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_little_space_is_named_first(tiny: Path) -> None:
+def test_little_space_is_named_first(tiny):
     small = tiny / "small disk"
     small.mkdir()
     run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small)
@@ -228,7 +228,7 @@ def test_little_space_is_named_first(tiny: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_interrupted_build_leaves_the_old_file(tiny: Path, number: signal.Signals) -> None:
+def test_interrupted_build_leaves_the_old_file(tiny, number):
     assert build(tiny, "echo 1 > /one").returncode == 0
     old = (tiny / "small.sif").read_bytes()
     (tiny / "small.yaml").write_text(TINY.format(run=json.dumps("echo here; while true; do true; done")))
@@ -258,14 +258,14 @@ def test_interrupted_build_leaves_the_old_file(tiny: Path, number: signal.Signal
         (("--runtime-command", "/absent"), "/absent is not on PATH"),
     ],
 )
-def test_impossible_requests_are_refused(tiny: Path, more: tuple[str, ...], said: str) -> None:
+def test_impossible_requests_are_refused(tiny, more, said):
     done = build(tiny, "true", *more)
     assert done.returncode in (2, 3), done.stderr
     assert said in done.stderr
     assert left(tiny) == []
 
 
-def test_secrets_are_refused_at_their_line(tiny: Path) -> None:
+def test_secrets_are_refused_at_their_line(tiny):
     recipe = TINY.replace("{run}", "{{command: 'true', secrets: [token]}}").format()
     (tiny / "s.yaml").write_text(f"{recipe}\n".replace("run:", "secrets: [{id: token, env: X}]\n  run:"))
     done = imgkit("build", "./s.yaml", "--with", "apptainer", "--base-from", "tiny.tar", folder=tiny)
@@ -274,7 +274,7 @@ def test_secrets_are_refused_at_their_line(tiny: Path) -> None:
 
 
 @pytest.mark.soak
-def test_damaged_base_is_refused(tiny: Path) -> None:
+def test_damaged_base_is_refused(tiny):
     assert build(tiny, "true", "-o", "one.sif").returncode == 0
     data = bytearray((tiny / "one.sif").read_bytes())
     data[-len(data) // 2] ^= 1

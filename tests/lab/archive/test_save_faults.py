@@ -52,9 +52,7 @@ HOW = [
 
 @pytest.mark.parametrize("before", ["first", "again"])
 @pytest.mark.parametrize(("how", "code"), HOW)
-def test_fault_in_any_call_tears_nothing(
-    shim: Path, tmp_path: Path, how: str, code: int, before: str
-) -> None:
+def test_fault_in_any_call_tears_nothing(shim, tmp_path, how, code, before):
     rows = sweep(shim, "save", tmp_path, how, code, before)
     assert len(rows) > 25, "the sweep has not gone through the save"
     assert_nothing_torn(rows, how, "incomplete")
@@ -68,7 +66,7 @@ def test_fault_in_any_call_tears_nothing(
 @pytest.mark.parametrize(
     ("how", "code"), [HOW[0], *(pytest.param(*fault.values, id=fault.id, marks=SOAK) for fault in HOW[1:])]
 )
-def test_fault_while_a_sif_is_written(shim: Path, tmp_path: Path, how: str, code: int, before: str) -> None:
+def test_fault_while_a_sif_is_written(shim, tmp_path, how, code, before):
     rows = sweep(shim, "sif", tmp_path, how, code, before)
     assert len(rows) > (5 if how == "short" else 20)
     assert_nothing_torn(rows, how)

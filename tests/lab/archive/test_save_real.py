@@ -62,7 +62,7 @@ def copied(saved: tuple[Path, str], tmp_path: Path) -> Path:
     return tmp_path / "mn5.tar"
 
 
-def test_archive_is_what_docker_saves(saved: tuple[Path, str]) -> None:
+def test_archive_is_what_docker_saves(saved):
     docker = subprocess.run(["docker", "save", TAG], capture_output=True, check=True).stdout
     assert hashlib.sha256(docker).digest() == hashlib.sha256(saved[0].read_bytes()).digest()
     assert sorted(path.name for path in saved[0].parent.iterdir()) == [
@@ -72,7 +72,7 @@ def test_archive_is_what_docker_saves(saved: tuple[Path, str]) -> None:
     ]
 
 
-def test_sidecar_tells_image_system_and_manifest(saved: tuple[Path, str], standin_notorch: str) -> None:
+def test_sidecar_tells_image_system_and_manifest(saved, standin_notorch):
     document: dict[str, Any] = json.loads((saved[0].parent / "mn5.tar.manifest.json").read_text())
     image = inspect_image(TAG)
     assert document["image"]["id"] == image["Id"]
@@ -83,7 +83,7 @@ def test_sidecar_tells_image_system_and_manifest(saved: tuple[Path, str], standi
     assert document["manifest"]["base"]["name"] == standin_notorch
 
 
-def test_printed_commands_are_the_clusters(saved: tuple[Path, str]) -> None:
+def test_printed_commands_are_the_clusters(saved):
     path, printed = saved
     assert "rsync -P mn5.tar mn5.tar.sha256 mn5.tar.manifest.json USER@transfer1.bsc.es:" in printed
     assert "imgkit sif mn5.tar --submit -A ACCOUNT --time 1h\n" in printed
@@ -92,34 +92,34 @@ def test_printed_commands_are_the_clusters(saved: tuple[Path, str]) -> None:
     assert run(*command.split(), folder=path.parent).returncode == 0
 
 
-def test_saved_archive_verifies(saved: tuple[Path, str]) -> None:
+def test_saved_archive_verifies(saved):
     code, checks = verdicts(saved[0])
     assert code == 0
     assert set(checks.values()) == {"ok"}
 
 
-def test_flipped_byte_is_found(copied: Path) -> None:
+def test_flipped_byte_is_found(copied):
     flip(copied, 8 * (copied.stat().st_size // 2))
     code, checks = verdicts(copied)
     assert code == 1
     assert (checks["sha256"], checks["layers"], checks["image id"]) == ("fail", "fail", "ok")
 
 
-def test_cut_transfer_is_found(copied: Path) -> None:
+def test_cut_transfer_is_found(copied):
     os.truncate(copied, copied.stat().st_size // 2)
     code, checks = verdicts(copied)
     assert code == 1
     assert (checks["sha256"], checks["archive"]) == ("fail", "fail")
 
 
-def test_two_images_in_an_archive_are_found(image: str, standin_notorch: str, tmp_path: Path) -> None:
+def test_two_images_in_an_archive_are_found(image, standin_notorch, tmp_path):
     assert run("docker", "save", image, standin_notorch, "-o", tmp_path / "two.tar").returncode == 0
     code, checks = verdicts(tmp_path / "two.tar")
     assert (code, checks["archive"]) == (1, "fail")
 
 
 @pytest.mark.parametrize("compress", [pytest.param("gzip", marks=pytest.mark.soak), "zstd"])
-def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: str) -> None:
+def test_compressed_archive_loads_again(image, tmp_path, compress):
     if compress == "zstd" and shutil.which("zstd") is None:
         pytest.skip("no zstd program")
     document = imgkit_json("save", image, "--compression", compress, folder=tmp_path)
@@ -132,19 +132,19 @@ def test_compressed_archive_loads_again(image: str, tmp_path: Path, compress: st
     assert TAG in run("docker", "load", "-i", path).stdout
 
 
-def test_unknown_image_is_a_usage_error(tmp_path: Path) -> None:
+def test_unknown_image_is_a_usage_error(tmp_path):
     result = imgkit("save", "imgkit-test-absent:1", folder=tmp_path)
     assert result.returncode == 2
     assert "imgkit build" in result.stderr
 
 
-def test_missing_engine_is_told(tmp_path: Path) -> None:
+def test_missing_engine_is_told(tmp_path):
     result = imgkit("save", "mn5", folder=tmp_path, env={"DOCKER_HOST": "unix:///nonexistent/docker.sock"})
     assert result.returncode == 3
     assert list(tmp_path.iterdir()) == []
 
 
-def test_image_without_a_name_is_refused(image: str, tmp_path: Path) -> None:
+def test_image_without_a_name_is_refused(image, tmp_path):
     container = run("docker", "create", image, "true").stdout.strip()
     unnamed = run("docker", "commit", container).stdout.strip()
     run("docker", "rm", container)
@@ -157,7 +157,7 @@ def test_image_without_a_name_is_refused(image: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("compress", write.SUFFIXES)
-def test_memory_stays_below_64_mib(image: str, tmp_path: Path, compress: str) -> None:
+def test_memory_stays_below_64_mib(image, tmp_path, compress):
     if compress == "zstd" and shutil.which("zstd") is None:
         pytest.skip("no zstd program")
     measure = (
@@ -169,7 +169,7 @@ def test_memory_stays_below_64_mib(image: str, tmp_path: Path, compress: str) ->
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_ended_save_keeps_the_old_archive(image: str, tmp_path: Path, number: signal.Signals) -> None:
+def test_ended_save_keeps_the_old_archive(image, tmp_path, number):
     target = tmp_path / "x.tar"
     target.write_bytes(b"old")
     argv = [*IMGKIT, "save", image, "-o", str(target)]
@@ -203,14 +203,14 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_full_disk_leaves_nothing(small_disk: Path) -> None:
+def test_full_disk_leaves_nothing(small_disk):
     chunks = (os.urandom(32_768) for _ in range(1_000))
     with pytest.raises(ToolFailed, match="no space left after 8 MB"):
         write.save_archive(chunks, target=small_disk / "x.tar")
     assert list(small_disk.iterdir()) == []
 
 
-def test_too_small_disk_is_refused_at_once(image: str, small_disk: Path) -> None:
+def test_too_small_disk_is_refused_at_once(image, small_disk):
     result = imgkit("save", image, "-o", small_disk / "x.tar")
     assert result.returncode == 2
     assert re.search(r"[MG]B needed, .* free", result.stderr)
@@ -228,14 +228,14 @@ VERIFIED = {"header": "ok", "root partition": "ok", "manifest": "ok"}
 
 
 @pytest.mark.singularity
-def test_converted_sif_verifies(sif: Path) -> None:
+def test_converted_sif_verifies(sif):
     code, checks = verdicts(sif)
     assert code == 0
     assert checks == VERIFIED
 
 
 @pytest.mark.singularity
-def test_flipped_byte_in_the_root_partition_is_found(sif: Path, tmp_path: Path) -> None:
+def test_flipped_byte_in_the_root_partition_is_found(sif, tmp_path):
     damaged = Path(shutil.copy(sif, tmp_path / "x.sif"))
     root = sif_image.read(damaged).root
     assert root is not None
@@ -246,21 +246,21 @@ def test_flipped_byte_in_the_root_partition_is_found(sif: Path, tmp_path: Path) 
 
 
 @pytest.mark.singularity
-def test_cut_sif_is_found(sif: Path, tmp_path: Path) -> None:
+def test_cut_sif_is_found(sif, tmp_path):
     damaged = Path(shutil.copy(sif, tmp_path / "x.sif"))
     os.truncate(damaged, damaged.stat().st_size // 2)
     assert verdicts(damaged) == (1, {"header": "fail"})
 
 
 @pytest.mark.singularity
-def test_sif_is_verified_without_a_runtime(sif: Path) -> None:
+def test_sif_is_verified_without_a_runtime(sif):
     result = imgkit("verify", sif, "--json", env={"PATH": "/nonexistent"})
     checks = {check["name"]: check["verdict"] for check in json.loads(result.stdout)["checks"]}
     assert checks == VERIFIED
 
 
 @pytest.mark.singularity
-def test_checksum_beside_a_sif_is_used(sif: Path, tmp_path: Path) -> None:
+def test_checksum_beside_a_sif_is_used(sif, tmp_path):
     copy = Path(shutil.copy(sif, tmp_path / "x.sif"))
     (tmp_path / "x.sif.sha256").write_text(f"{'0' * 64}  x.sif\n")
     code, checks = verdicts(copy)

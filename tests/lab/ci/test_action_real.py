@@ -58,7 +58,7 @@ def runner(tmp_path: Path) -> Runner:
     return Runner(tmp_path)
 
 
-def test_steps_build_and_convert_a_recipe(runner: Runner, standin_notorch: str) -> None:
+def test_steps_build_and_convert_a_recipe(runner, standin_notorch):
     name = f"action{os.getpid()}"
     (runner.folder / "work/a b").mkdir()
     recipe = f"a b/{name}.yaml"
@@ -75,7 +75,7 @@ def test_steps_build_and_convert_a_recipe(runner: Runner, standin_notorch: str) 
     assert [path.name for path in sif.parent.iterdir() if path.suffix in (".tar", ".tmp")] == []
 
 
-def test_recipe_that_is_a_command_is_no_command(runner: Runner) -> None:
+def test_recipe_that_is_a_command_is_no_command(runner):
     (runner.folder / "GITHUB_PATH").write_text(f"{Path(sys.executable).parent}\n")
     step = next(step for step in ACTION["runs"]["steps"] if step["name"] == "build and test")
     result = runner.step(step, recipe='$(touch "made")"; touch made #', base="")
@@ -84,5 +84,5 @@ def test_recipe_that_is_a_command_is_no_command(runner: Runner) -> None:
     assert not (runner.folder / "work/made").exists()
 
 
-def test_no_step_has_an_expression_in_its_script() -> None:
+def test_no_step_has_an_expression_in_its_script():
     assert [step["name"] for step in ACTION["runs"]["steps"] if "${{" in step["run"]] == []

@@ -33,21 +33,21 @@ def up(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     cluster.down()
 
 
-def test_job_runs_on_two_nodes(up: Cluster) -> None:
+def test_job_runs_on_two_nodes(up):
     names = up("srun", "-N2", "hostname").stdout.split()
     assert sorted(names) == ["node1", "node2"]
 
 
-def test_ordinary_user_gets_gpus(up: Cluster) -> None:
+def test_ordinary_user_gets_gpus(up):
     result = up("--user", "srun", "-N1", "--gres=gpu:2", "printenv", "CUDA_VISIBLE_DEVICES", "USER")
     assert result.stdout.split() == ["0,1", "researcher"]
 
 
-def test_nodes_reach_each_other_by_ssh(up: Cluster) -> None:
+def test_nodes_reach_each_other_by_ssh(up):
     assert up("exec", "node1", "--", "ssh", "node2", "hostname").stdout.strip() == "node2"
 
 
-def test_unknown_node_is_refused(up: Cluster) -> None:
+def test_unknown_node_is_refused(up):
     result = up("exec", "node9", "--", "true")
     assert result.returncode == 1
     assert "node9 is not up" in result.stderr
@@ -61,7 +61,7 @@ def test_unknown_node_is_refused(up: Cluster) -> None:
     ],
     ids=["no network", "not root"],
 )
-def test_release_that_cannot_be_fetched_is_a_reason(start: tuple[str, ...], reason: str) -> None:
+def test_release_that_cannot_be_fetched_is_a_reason(start, reason):
     result = run(*start, "/usr/bin/python3", LAB / "cluster", "fetch", "nosuch")
     if "can't open file" in result.stderr:
         pytest.skip("an ordinary user cannot read this checkout")
@@ -71,7 +71,7 @@ def test_release_that_cannot_be_fetched_is_a_reason(start: tuple[str, ...], reas
     assert not list(Path("/var/cache/imgkit-lab").glob("*nosuch*"))
 
 
-def test_down_leaves_nothing() -> None:
+def test_down_leaves_nothing():
     cluster = Cluster(state=Path(f"/tmp/imgkit-test-cluster-down-{os.getpid()}"))
     cluster.up(1, "--no-slurm", "--no-ssh")
     assert keepers(cluster.state)

@@ -65,7 +65,7 @@ def folder() -> Iterator[Path]:
     [(), ("--podman",), ("--rootless",), ("--podman", "--rootless")],
     ids=["docker", "podman", "rootless", "rootless-podman"],
 )
-def test_engine_starts_and_stops_cleanly(folder: Path, options: tuple[str, ...]) -> None:
+def test_engine_starts_and_stops_cleanly(folder, options):
     with contextlib.ExitStack() as stack:
         owner = (stack.enter_context(ordinary_user()),) if "--rootless" in options else ()
         assert engine("status", folder).returncode == 1
@@ -83,7 +83,7 @@ def test_engine_starts_and_stops_cleanly(folder: Path, options: tuple[str, ...])
             assert [state for state in states if not state.startswith("Z")] == []
 
 
-def test_newer_engine_keeps_images_in_containerd(folder: Path) -> None:
+def test_newer_engine_keeps_images_in_containerd(folder):
     expect_success(engine("start", folder, "--debian", "sid", "--store", "containerd"))
     env = {"DOCKER_HOST": f"unix://{folder}/docker.sock"}
     assert "io.containerd.snapshotter" in output("docker", "info", "--format", "{{.DriverStatus}}", env=env)
@@ -96,25 +96,25 @@ def test_newer_engine_keeps_images_in_containerd(folder: Path) -> None:
     "options",
     [("--store", "btrfs"), ("--debian", "../x"), ("--debian",), ("--podman", "--store", "containerd")],
 )
-def test_unknown_store_or_release_refused(folder: Path, options: tuple[str, ...]) -> None:
+def test_unknown_store_or_release_refused(folder, options):
     assert engine("start", folder, *options).returncode != 0
     assert not folder.exists()
 
 
-def test_machines_own_engine_is_never_another_release() -> None:
+def test_machines_own_engine_is_never_another_release():
     result = run(LAB / "engine", "start", "--debian", "sid")
     assert result.returncode == 2
     assert "--private" in result.stderr
 
 
-def test_machines_own_engine_keeps_its_bridge(folder: Path) -> None:
+def test_machines_own_engine_keeps_its_bridge(folder):
     bridge = Path("/sys/class/net/docker0")
     before = bridge.exists()
     engine("start", folder)
     assert bridge.exists() == before
 
 
-def test_stop_leaves_a_foreign_engine(folder: Path) -> None:
+def test_stop_leaves_a_foreign_engine(folder):
     assert engine("start", folder).returncode == 0
     note = folder / "started"
     ours = note.read_text()
@@ -125,7 +125,7 @@ def test_stop_leaves_a_foreign_engine(folder: Path) -> None:
     note.write_text(ours)
 
 
-def test_stop_checks_more_than_the_pid(folder: Path) -> None:
+def test_stop_checks_more_than_the_pid(folder):
     folder.mkdir()
     bystander = subprocess.Popen(["sleep", "60"])
     (folder / "started").write_text(f"{bystander.pid} 1\n")  # its pid, another one's start time
@@ -137,7 +137,7 @@ def test_stop_checks_more_than_the_pid(folder: Path) -> None:
     assert alive
 
 
-def test_stop_cleans_up_after_a_killed_engine(folder: Path) -> None:
+def test_stop_cleans_up_after_a_killed_engine(folder):
     assert engine("start", folder).returncode == 0
     pid = int((folder / "started").read_text().split()[0])
     os.kill(pid, signal.SIGKILL)
@@ -146,7 +146,7 @@ def test_stop_cleans_up_after_a_killed_engine(folder: Path) -> None:
     assert mounts(folder) == []
 
 
-def test_failing_engine_quotes_its_log(folder: Path) -> None:
+def test_failing_engine_quotes_its_log(folder):
     folder.mkdir()
     (folder / "data").write_text("a file where the engine needs a folder")
     result = engine("start", folder)

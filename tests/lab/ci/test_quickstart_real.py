@@ -30,7 +30,7 @@ def has_image(name: str) -> bool:
     return subprocess.run(["docker", "image", "inspect", name], capture_output=True).returncode == 0
 
 
-def test_interrupt_ends_it_cleanly(checkout: Path, tmp_path: Path) -> None:
+def test_interrupt_ends_it_cleanly(checkout, tmp_path):
     process = subprocess.Popen(
         [checkout / "ci/quickstart"],
         cwd=tmp_path,
@@ -49,7 +49,7 @@ def test_interrupt_ends_it_cleanly(checkout: Path, tmp_path: Path) -> None:
     assert "interrupted" in output
 
 
-def test_quickstart_trains_to_a_falling_loss(checkout: Path, tmp_path: Path, standin: str) -> None:
+def test_quickstart_trains_to_a_falling_loss(checkout, tmp_path, standin):
     had_image = has_image("mn5")
     try:
         result = subprocess.run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
 from labkit import ROOT, expect_success, output
@@ -15,7 +14,7 @@ import imgkit_entrypoints
 pytestmark = [pytest.mark.docker, pytest.mark.soak, pytest.mark.xdist_group("quickstart")]
 
 
-def test_release_is_built_twice_and_tried(tmp_path: Path, standin: str) -> None:
+def test_release_is_built_twice_and_tried(tmp_path, standin):
     copy, version = tmp_path / "copy", imgkit_entrypoints.__version__
     output("git", "clone", "-q", str(ROOT), str(copy))
     for name, old, new in (

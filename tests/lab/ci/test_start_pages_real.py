@@ -61,7 +61,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.mark.soak  # ci/quickstart does nearly the same
-def test_laptop_page_trains_and_resumes(folder: Path, standin: str) -> None:
+def test_laptop_page_trains_and_resumes(folder, standin):
     lines = commands("docs/start/laptop.md")
     take(lines, "pip install torch numpy --index-url")  # from the internet
     take(lines, "pip install .")
@@ -99,7 +99,7 @@ def start_site(stack: ExitStack, far: FarHost, cluster: Cluster) -> None:
 
 @pytest.mark.soak  # tests/lab/job submits the same jobs
 @pytest.mark.slurm
-def test_cluster_page_runs_jobs_of_two_nodes(folder: Path, standin: str) -> None:
+def test_cluster_page_runs_jobs_of_two_nodes(folder, standin):
     lines = commands(CLUSTER_PAGE)
     lines = lines[lines.index(BY_HAND) :]
     shell(take(lines, BY_HAND), folder, "--base", standin)
@@ -199,7 +199,7 @@ dist.destroy_process_group()
 @pytest.mark.slurm
 @pytest.mark.sshd
 @pytest.mark.programs("rsync")
-def test_start_page_takes_a_program_to_two_nodes(folder: Path, standin: str) -> None:
+def test_start_page_takes_a_program_to_two_nodes(folder, standin):
     """The addresses of repository and cluster are replaced, as the page tells its reader to do."""
     lines = commands(CLUSTER_PAGE)
     lines = lines[: lines.index(BY_HAND)]

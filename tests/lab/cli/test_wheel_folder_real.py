@@ -38,7 +38,7 @@ def other_python() -> Path:
     return pythons[min(pythons)] if pythons else Path("/usr/bin/python3")
 
 
-def test_folder_of_wheels_installs_without_a_network(tmp_path: Path) -> None:
+def test_folder_of_wheels_installs_without_a_network(tmp_path):
     python = other_python()
     version = output(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")

@@ -84,9 +84,7 @@ def build(file: Path, base: str, *options: str) -> dict[str, Any]:
     return imgkit_json("build", file, "--base", base, *options)
 
 
-def test_edit_during_a_build_belongs_to_the_image(
-    write: Callable[..., Path], standin_notorch: str, home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edit_during_a_build_belongs_to_the_image(write, standin_notorch, home, monkeypatch):
     note = home / "note.txt"
     note.write_text("before\n")
     file = write("edited", extra="  copy: [{source: note.txt, target: /opt/}]\n")
@@ -104,9 +102,7 @@ def test_edit_during_a_build_belongs_to_the_image(
     assert build_record.built_image_id(workflow.plan(file, request).input_sha256) == built.id
 
 
-def test_build_is_tested_labelled_and_repeatable(
-    write: Callable[..., Path], private_base: str, home: Path
-) -> None:
+def test_build_is_tested_labelled_and_repeatable(write, private_base, home):
     file = write("small", "echo hello > /hello")
     first = build(file, private_base)
     assert first["standin"] is True
@@ -144,14 +140,14 @@ def test_build_is_tested_labelled_and_repeatable(
     assert json.loads(baked)["base"]["digest"] == ""
 
 
-def test_torch_of_the_base_is_checked(write: Callable[..., Path], standin: str) -> None:
+def test_torch_of_the_base_is_checked(write, standin):
     built = build(write("torch"), standin)
     (torch,) = (check for check in built["checks"] if check["name"] == "torch")
     assert torch["verdict"] == "ok"
     assert torch["found"][0].isdigit()
 
 
-def test_new_pip_conflict_keeps_old_tag(write: Callable[..., Path], standin_notorch: str) -> None:
+def test_new_pip_conflict_keeps_old_tag(write, standin_notorch):
     good = build(write("conflict"), standin_notorch)
     metadata = "Metadata-Version: 2.1\\nName: broken\\nVersion: 1\\nRequires-Dist: absent-package\\n"
     step = (
@@ -164,7 +160,7 @@ def test_new_pip_conflict_keeps_old_tag(write: Callable[..., Path], standin_noto
     assert docker("inspect", "--format", "{{.Id}}", f"{PREFIX}-conflict:latest") == good["id"]
 
 
-def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_notorch: str) -> None:
+def test_failing_step_names_line_and_log(write, standin_notorch):
     marker = f"mark-{uuid.uuid4()}"
     file = write("fails", "echo fine", f"echo why-it-failed >&2; exit 7 # {marker}")
     result = imgkit("build", file, "--base", standin_notorch)
@@ -177,9 +173,7 @@ def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_not
 
 
 @pytest.mark.parametrize("builder", ["classic", pytest.param("buildx", marks=pytest.mark.buildx)])
-def test_log_of_a_build_shows_what_check_shows(
-    write: Callable[..., Path], home: Path, standin_notorch: str, builder: str
-) -> None:
+def test_log_of_a_build_shows_what_check_shows(write, home, standin_notorch, builder):
     url, stars = "https://ana:hunter2pw@pip.invalid/simple", "https://*************@pip.invalid/simple"
     env = f"  env: {{MY_INDEX: '{url}'}}\n"
     file = write(f"leaks-{builder}", f"echo index {url} $MY_INDEX; DB_PASS=hunter2pw exit 3", extra=env)
@@ -193,9 +187,7 @@ def test_log_of_a_build_shows_what_check_shows(
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_interrupted_build_leaves_no_container(
-    write: Callable[..., Path], standin_notorch: str, number: signal.Signals
-) -> None:
+def test_interrupted_build_leaves_no_container(write, standin_notorch, number):
     marker = f"mark-{uuid.uuid4()}"
     file = write(f"ends-{number.value}", f"sleep 300 # {marker}")
     process = subprocess.Popen(
@@ -217,7 +209,7 @@ def test_interrupted_build_leaves_no_container(
 
 
 @pytest.mark.parametrize("purpose", ["export", "run"])
-def test_killed_helper_container_is_removed(home: Path, standin_notorch: str, purpose: str) -> None:
+def test_killed_helper_container_is_removed(home, standin_notorch, purpose):
     marker = f"mark-{uuid.uuid4()}"
     program = f"""
 import os, signal, threading
@@ -240,15 +232,13 @@ with connect() as engine:
     until(lambda: not running(marker), describe=lambda: "the container is still there")
 
 
-def test_standin_must_be_named(write: Callable[..., Path], standin_notorch: str) -> None:
+def test_standin_must_be_named(write, standin_notorch):
     result = imgkit("build", write("standin", base=standin_notorch))
     assert result.returncode == 2
     assert f"--base {standin_notorch}" in result.stderr
 
 
-def test_other_architecture_is_refused_early(
-    write: Callable[..., Path], standin_notorch: str, home: Path
-) -> None:
+def test_other_architecture_is_refused_early(write, standin_notorch, home):
     file = write("arch", "true", extra="  platform: linux/arm64\n")
     result = imgkit("build", file, "--base", standin_notorch)
     assert result.returncode == 2
@@ -256,7 +246,7 @@ def test_other_architecture_is_refused_early(
     assert not (home / "state" / "imgkit" / "builds").exists()
 
 
-def test_unreachable_registry_is_said(write: Callable[..., Path]) -> None:
+def test_unreachable_registry_is_said(write):
     file = write("far")
     result = imgkit("build", file)
     assert result.returncode == 4
@@ -264,16 +254,14 @@ def test_unreachable_registry_is_said(write: Callable[..., Path]) -> None:
 
 
 @pytest.mark.qemu
-def test_arm64_is_built_and_tested_by_emulator(
-    write: Callable[..., Path], standin_arm64_notorch: str
-) -> None:
+def test_arm64_is_built_and_tested_by_emulator(write, standin_arm64_notorch):
     file = write("arm", extra="  platform: linux/arm64\n")
     built = build(file, standin_arm64_notorch)
     assert built["platform"] == "linux/arm64"
     assert ("arch", "aarch64") in {(check["name"], check["found"]) for check in built["checks"]}
 
 
-def test_odd_label_values_survive(write: Callable[..., Path], standin_notorch: str) -> None:
+def test_odd_label_values_survive(write, standin_notorch):
     from imgkit_builder.engine.building import _label_instruction
 
     value = 'a "b" $HOME \\n ${x} é = end\\'
@@ -293,7 +281,7 @@ def test_odd_label_values_survive(write: Callable[..., Path], standin_notorch: s
     assert labels["k"] == value
 
 
-def test_stream_of_a_real_save_is_whole(home: Path, standin_notorch: str) -> None:
+def test_stream_of_a_real_save_is_whole(home, standin_notorch):
     import tarfile
 
     with engines.connect() as engine, engines.save_stream(engine, standin_notorch) as chunks:
@@ -315,7 +303,7 @@ def registry(home: Path) -> Iterator[str]:
         yield address
 
 
-def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
+def test_push_and_pull_give_the_same_digest(registry, home):
     (home / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
     local, ref = f"{PREFIX}-tiny:latest", f"{registry}/group/tiny:1"
     docker("build", "--quiet", "--tag", local, str(home))
@@ -334,7 +322,7 @@ def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
             subprocess.run(["docker", "rmi", "--force", name], capture_output=True, check=False)
 
 
-def test_fake_amd_image_starts_on_cpus_alone(write: Callable[..., Path], standin_notorch: str) -> None:
+def test_fake_amd_image_starts_on_cpus_alone(write, standin_notorch):
     """A fake: the stand-in with ROCm's variable and folder. No AMD software exists here."""
     base = f"{PREFIX}-fake-amd:1"
     dockerfile = f"FROM {standin_notorch}\nENV ROCM_PATH=/opt/rocm\nRUN mkdir -p /opt/rocm\n"

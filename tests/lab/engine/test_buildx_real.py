@@ -41,7 +41,7 @@ def build(file: Path, base: str, *options: str) -> dict[str, Any]:
     return imgkit_json("build", file, "--base", base, "--no-test", *options)
 
 
-def test_labels_are_those_of_the_classic_builder(home: Path, standin_notorch: str) -> None:
+def test_labels_are_those_of_the_classic_builder(home, standin_notorch):
     file = recipe(home, "echo hello > /hello")
     first = build(file, standin_notorch, "--builder", "buildx")
     assert build(file, standin_notorch, "--builder", "buildx")["id"] == first["id"]
@@ -75,9 +75,7 @@ class RefusingEngine(socketserver.StreamRequestHandler):
                 connection.shutdown(socket.SHUT_RDWR if source is self.connection else socket.SHUT_WR)
 
 
-def test_buildx_builds_where_the_classic_builder_is_refused(
-    home: Path, standin_notorch: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_buildx_builds_where_the_classic_builder_is_refused(home, standin_notorch, monkeypatch):
     file = recipe(home, "echo hello > /hello")
     with socketserver.ThreadingUnixStreamServer(str(home / "relay.sock"), RefusingEngine) as server:
         server.daemon_threads = True
@@ -92,7 +90,7 @@ def test_buildx_builds_where_the_classic_builder_is_refused(
     assert (classic.returncode, "the classic builder is gone" in classic.stderr) == (4, True)
 
 
-def test_failing_step_names_its_line(home: Path, standin_notorch: str) -> None:
+def test_failing_step_names_its_line(home, standin_notorch):
     file = recipe(home, "echo fine", "echo why-it-failed >&2; exit 7")
     result = imgkit("build", file, "--base", standin_notorch, "--builder", "buildx")
     assert result.returncode == 4
@@ -101,7 +99,7 @@ def test_failing_step_names_its_line(home: Path, standin_notorch: str) -> None:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGINT])
-def test_interrupted_build_leaves_no_step(home: Path, standin_notorch: str, number: signal.Signals) -> None:
+def test_interrupted_build_leaves_no_step(home, standin_notorch, number):
     file = recipe(home, f"sleep {MARK}")
     argv = [*IMGKIT, "build", str(file), "--base", standin_notorch, "--builder", "buildx"]
     run("docker", "image", "rm", "--force", NAME)  # another test may have built it

@@ -63,7 +63,7 @@ def build(folder: Path, *args: str) -> dict[str, Any]:
 
 @pytest.mark.soak  # tests/contract/engine has the recorded answers
 @pytest.mark.qemu
-def test_one_platform_and_then_both(engine: PrivateEngine, folder: Path, configs: dict[str, str]) -> None:
+def test_one_platform_and_then_both(engine, folder, configs):
     if engine.kind != "sid":
         pytest.skip("before release 28.1 an engine uses only its own platform of an image that has several")
 
@@ -99,7 +99,7 @@ def small(engine: PrivateEngine, folder: Path) -> str:
     return name
 
 
-def test_sidecar_of_another_image_is_not_ok(small: str, folder: Path) -> None:
+def test_sidecar_of_another_image_is_not_ok(small, folder):
     imgkit_json("save", small, "-o", "other.tar", folder=folder)
     path = folder / "other.tar.manifest.json"
     described = json.loads(path.read_text())
@@ -111,7 +111,7 @@ def test_sidecar_of_another_image_is_not_ok(small: str, folder: Path) -> None:
     assert "it describes image sha256:0000" in result.stdout
 
 
-def test_save_stream_gives_the_same_id(small: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_stream_gives_the_same_id(small, monkeypatch):
     with engines.connect() as connected:
         info = inspect(connected, small)
         monkeypatch.setattr(images, "_OTHER_STORES", ())

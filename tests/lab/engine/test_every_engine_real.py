@@ -166,17 +166,17 @@ def line(
         run("docker", "rmi", "--force", *leftover_tags)
 
 
-def test_one_id_in_every_file(line: Line) -> None:
+def test_one_id_in_every_file(line):
     assert line.ids == {line.image_id}
 
 
-def test_every_file_verifies(line: Line) -> None:
+def test_every_file_verifies(line):
     assert verdicts(line.folder / "saved.tar")["sidecar"] == "ok"
     for way in WAYS:
         assert "fail" not in verdicts(line.sifs[way]).values()
 
 
-def test_both_ways_have_the_same_files(line: Line) -> None:
+def test_both_ways_have_the_same_files(line):
     listed = {
         way: output(
             "singularity", "exec", line.sifs[way], "/bin/sh", "-c", "cat /opt/code/main /step /etc/passwd"
@@ -187,7 +187,7 @@ def test_both_ways_have_the_same_files(line: Line) -> None:
     assert listed["engine"].startswith("oneone\n")
 
 
-def test_second_build_is_cached(line: Line, base: str) -> None:
+def test_second_build_is_cached(line, base):
     if line.kind in NO_CACHE:
         tag = f"{line.name}-again"
         result = imgkit("build", line.folder / "line.yaml", "--base", base, "--tag", tag, "--no-test")
@@ -198,7 +198,7 @@ def test_second_build_is_cached(line: Line, base: str) -> None:
     assert (again["id"], again["labels"]) == (line.image_id, line.built["labels"])
 
 
-def test_pushed_image_comes_back(line: Line) -> None:
+def test_pushed_image_comes_back(line):
     ref = f"{line.registry}/group/line:1"
     digest = imgkit_json("push", line.name, ref)["digest"]
     docker("rmi", ref)
@@ -207,7 +207,7 @@ def test_pushed_image_comes_back(line: Line) -> None:
     assert (pulled["id"], pulled["digest"].endswith(digest)) == (line.image_id, True)
 
 
-def test_doctor_tells_version_store_and_builder(line: Line) -> None:
+def test_doctor_tells_version_store_and_builder(line):
     checks = json.loads(imgkit("doctor", "--json").stdout)["checks"]
     (check,) = (check for check in checks if check["name"] == "docker")
     product, store, builder = {
@@ -226,9 +226,7 @@ def test_doctor_tells_version_store_and_builder(line: Line) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("kind", [engine("rootless"), engine("rootless-podman", pytest.mark.podman)])
-def test_owner_of_a_rootless_engine_needs_no_root(
-    kind: str, started: Callable[[str], PrivateEngine], base: str, tmp_path: Path
-) -> None:
+def test_owner_of_a_rootless_engine_needs_no_root(kind, started, base, tmp_path):
     private, tag = started(kind), f"imgkit-owner-{os.getpid()}:1"
     work = private.folder / f"work {os.getpid()}"
     with pytest.MonkeyPatch.context() as patch:
@@ -259,7 +257,7 @@ def test_owner_of_a_rootless_engine_needs_no_root(
     assert f", builder {'podman' if kind == 'rootless-podman' else 'classic'}" in check["found"]
 
 
-def test_push_to_nobody_is_no_success(line: Line) -> None:
+def test_push_to_nobody_is_no_success(line):
     try:
         result = imgkit("push", line.name, "127.0.0.1:1/group/line:1")
     finally:
@@ -268,7 +266,7 @@ def test_push_to_nobody_is_no_success(line: Line) -> None:
     assert "connection refused" in result.stderr
 
 
-def test_failing_step_names_its_line(line: Line, base: str) -> None:
+def test_failing_step_names_its_line(line, base):
     file = line.folder / "fails.yaml"
     file.write_text(f"description: x\nimage:\n  base: {base}\n  run:\n    - echo why >&2; exit 7\n")
     result = imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails")

@@ -142,7 +142,7 @@ def leftovers() -> list[str]:
     return steps() or podman("ps", "--all", "--external", "--quiet").splitlines()
 
 
-def test_second_build_is_cached_and_has_the_labels(engine: Engine) -> None:
+def test_second_build_is_cached_and_has_the_labels(engine):
     assert engine.facts().product == "Podman"
     first, _ = build(engine, context("echo one"), tag="imgkit-cached")
     again, log = build(engine, context("echo one"), tag="imgkit-cached")
@@ -156,7 +156,7 @@ def test_second_build_is_cached_and_has_the_labels(engine: Engine) -> None:
     assert not leftovers()
 
 
-def test_names_match_without_podmans_prefix(engine: Engine) -> None:
+def test_names_match_without_podmans_prefix(engine):
     build(engine, context("echo one"), tag="imgkit-named")
     podman("tag", "imgkit-named", "localhost/imgkit-other:2")
     assert engines.inspect(engine, "imgkit-named").tag == "imgkit-named:latest"
@@ -165,7 +165,7 @@ def test_names_match_without_podmans_prefix(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("builder", ["podman", "classic"])
-def test_failing_step_names_its_line(engine: Engine, builder: builders.Builder) -> None:
+def test_failing_step_names_its_line(engine, builder):
     stages = Stages()
     with pytest.raises(ToolFailed) as caught:
         engines.build(
@@ -195,7 +195,7 @@ with engines.connect() as engine:
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGKILL, marks=pytest.mark.soak), signal.SIGINT])
-def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals) -> None:
+def test_interrupted_build_leaves_nothing(service, number):
     folder = Path(__file__).resolve().parent
     process = subprocess.Popen(
         [sys.executable, "-c", PROGRAM.format(folder=str(folder), seconds=MARK)],
@@ -213,9 +213,7 @@ def test_interrupted_build_leaves_nothing(service: Path, number: signal.Signals)
         assert images.find_image(engine, "imgkit-ends") is None
 
 
-def test_secret_is_in_the_step_and_nowhere_else(
-    engine: Engine, service: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secret_is_in_the_step_and_nowhere_else(engine, service, monkeypatch):
     value = "marker-0123456789"
     monkeypatch.setenv("MY_TOKEN", value)
     values = SecretValues(options=("--secret", "id=mine,env=MY_TOKEN"), lines=(value,))
@@ -237,7 +235,7 @@ def test_secret_is_in_the_step_and_nowhere_else(
     assert value not in podman("history", "--no-trunc", "imgkit-secret") + podman("inspect", "imgkit-secret")
 
 
-def test_other_storage_is_not_used(service: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_storage_is_not_used(service, monkeypatch):
     # Not this machine's own storage: it would note the folders of this Podman as its own for ever.
     storage = service / "other.conf"
     storage.write_text(

@@ -138,7 +138,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         lab.executed()
 
 
-def test_the_canary_leaves_marks_where_it_runs(lab: Lab) -> None:
+def test_the_canary_leaves_marks_where_it_runs(lab):
     output(lab.folder / "bin/singularity", "exec", lab.sif, "cat", "/dev/null", folder=lab.marks)
     marks = lab.executed()
     assert len(marks) > 1, marks
@@ -162,7 +162,7 @@ RUN = "run --detach --dry-run {} -A x --qos acc_debug --time 10m -- dist-train"
         "sif NAME -o converted.sif --no-test",
     ],
 )
-def test_looking_runs_nothing_of_the_image(lab: Lab, line: str) -> None:
+def test_looking_runs_nothing_of_the_image(lab, line):
     since = docker("info", "--format", "{{.SystemTime}}")
     args = (lab.folder / argument if "." in argument else argument for argument in line.split())
     result = lab(*(lab.name if argument == "NAME" else argument for argument in args))
@@ -172,7 +172,7 @@ def test_looking_runs_nothing_of_the_image(lab: Lab, line: str) -> None:
 
 
 @pytest.mark.parametrize("args", [("sif", "one.tar", "--force", "-o", "run.sif"), ("test", "canary.sif")])
-def test_what_must_run_says_so_and_reaches_nothing(lab: Lab, args: tuple[str, ...]) -> None:
+def test_what_must_run_says_so_and_reaches_nothing(lab, args):
     result = lab(*(lab.folder / argument if "." in argument else argument for argument in args))
     ran = lab.executed()
     assert ran, "it ran nothing"
@@ -181,7 +181,7 @@ def test_what_must_run_says_so_and_reaches_nothing(lab: Lab, args: tuple[str, ..
     assert "runs in the image: no home folder, no network" in result.stderr
 
 
-def test_a_test_of_an_image_in_the_engine_reaches_nothing(lab: Lab) -> None:
+def test_a_test_of_an_image_in_the_engine_reaches_nothing(lab):
     since = docker("info", "--format", "{{.SystemTime}}")
     result = lab("test", lab.name)
     assert "runs in the image: without folders of this machine and without a network" in result.stderr
@@ -190,7 +190,7 @@ def test_a_test_of_an_image_in_the_engine_reaches_nothing(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize(("host", "marks"), [((), False), (("--host",), True)])
-def test_a_shell_sees_the_home_folder_only_if_told(lab: Lab, host: tuple[str, ...], marks: bool) -> None:
+def test_a_shell_sees_the_home_folder_only_if_told(lab, host, marks):
     result = lab("shell", lab.sif, *host, "--dry-run")
     assert result.returncode == 0, result.stderr
     argv = shlex.split(result.stdout)

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from imgkit_builder.examine import doctor
-from imgkit_builder.examine.doctor import Purpose
 
 pytestmark = pytest.mark.docker
 
 
 @pytest.mark.parametrize("purpose", ["any", "build"])
-def test_missing_runtime_is_a_warning_beside_an_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, purpose: Purpose
-) -> None:
+def test_missing_runtime_is_a_warning_beside_an_engine(tmp_path, monkeypatch, purpose):
     """This machine can build, and the cluster can convert the archive."""
     # No program is on this PATH; the engine is reached by its socket.
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -102,7 +102,7 @@ def inside(image: str, *argv: str) -> str:
     return output("docker", "run", "--rm", "--entrypoint", argv[0], image, *argv[1:])
 
 
-def test_values_are_exact(image: str) -> None:
+def test_values_are_exact(image):
     config = json.loads(docker("image", "inspect", image))[0]["Config"]
     env = dict(entry.split("=", 1) for entry in config["Env"])
     assert {key: env[key] for key in NASTY} == NASTY
@@ -113,11 +113,11 @@ def test_values_are_exact(image: str) -> None:
     assert config["Labels"]["imgkit.standin"] == "1"
 
 
-def test_run_steps_see_env_and_workdir(image: str) -> None:
+def test_run_steps_see_env_and_workdir(image):
     assert inside(image, "cat", "/ran") == f"{NASTY['DOLLAR']}|{NASTY['QUOTES']}\n{ODD}\n"
 
 
-def test_copied_files_are_exact(image: str) -> None:
+def test_copied_files_are_exact(image):
     text = inside(image, "find", f"{ODD}/code", "-mindepth", "1", "-printf", "%P %m %u %l\n")
     assert sorted(text.splitlines()) == [
         ".hidden 644 root ",
@@ -128,7 +128,7 @@ def test_copied_files_are_exact(image: str) -> None:
     assert inside(image, f"{ODD}/code/link") == "copied\n"
 
 
-def test_commands_are_on_path(image: str) -> None:
+def test_commands_are_on_path(image):
     names = [command.name for command in COMMANDS]
     assert inside(image, "sh", "-c", 'for c; do command -v "$c"; done', "-", *names).count("\n") == len(names)
     assert "usage" in inside(image, "dist-train", "--help")
@@ -136,20 +136,20 @@ def test_commands_are_on_path(image: str) -> None:
     assert "No broken requirements" in inside(image, "python3", "-m", "pip", "check")
 
 
-def test_constraints_hold_and_drop(image: str) -> None:
+def test_constraints_hold_and_drop(image):
     assert inside(image, "cat", "/opt/imgkit/constraint.txt").startswith("torch==")
     constraint = inside(image, "cat", "/opt/imgkit/base-constraint.txt")
     assert "torch==" in constraint
     assert "numpy==" not in constraint
 
 
-def test_baked_files_are_readable_by_all(image: str) -> None:
+def test_baked_files_are_readable_by_all(image):
     listing = inside(image, "find", "/opt/imgkit", "-printf", "%m %f\n").splitlines()
     assert {line.split()[0] for line in listing} == {"755", "644"}
     assert json.loads(inside(image, "cat", "/opt/imgkit/system.json"))["title"] == "test"
 
 
-def test_touched_sources_change_no_layer(image: str, standin: str, code: Path) -> None:
+def test_touched_sources_change_no_layer(image, standin, code):
     for path in code.rglob("*"):
         if not path.is_symlink():
             path.touch()
@@ -158,7 +158,7 @@ def test_touched_sources_change_no_layer(image: str, standin: str, code: Path) -
     assert output.count("Using cache") == steps - 1  # every one but FROM
 
 
-def test_pip_cannot_replace_the_bases_torch(standin: str, code: Path) -> None:
+def test_pip_cannot_replace_the_bases_torch(standin, code):
     """Not even where the recipe ignores the base's own constraint file."""
     step = PipStep(packages=("torch==1.0",), options=("--no-index",))
     conflicting = packed(recipe(standin, code, pip=(step,), constraints=Constraints(policy="ignore")))

@@ -31,7 +31,7 @@ ENV = {
 LABELS = {"nasty.label": 'it\'s "$HOME" \\ # `id`', "percent": "%post"}
 
 
-def test_values_files_and_labels_are_exact(tmp_path: Path) -> None:
+def test_values_files_and_labels_are_exact(tmp_path):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "a b.py").write_text("x = 1\n")
     recipe = Recipe(

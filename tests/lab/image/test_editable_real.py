@@ -68,9 +68,7 @@ def unpack_skeleton(project: Path, target: Path) -> None:
         pytest.param(HATCHLING.format("src") + DYNAMIC + HATCH_VERSION, SRC, id="hatchling-version"),
     ],
 )
-def test_installed_skeleton_leads_to_the_code_of_the_run(
-    toml: str, texts: dict[str, str], tmp_path: Path
-) -> None:
+def test_installed_skeleton_leads_to_the_code_of_the_run(toml, texts, tmp_path):
     project = write_files(tmp_path / "project", {"pyproject.toml": toml, **texts})
     workspace = tmp_path / "workspace"
     unpack_skeleton(project, workspace)

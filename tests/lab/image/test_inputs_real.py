@@ -69,9 +69,7 @@ py-modules = ["inplay"]
 """
 
 
-def test_own_code_behind_a_private_authority(
-    index: tuple[str, Path], standin_notorch: str, tmp_path: Path
-) -> None:
+def test_own_code_behind_a_private_authority(index, standin_notorch, tmp_path):
     url, certificate = index
     (tmp_path / "company.crt").write_bytes(certificate.read_bytes())
     (tmp_path / "code").mkdir()
@@ -120,9 +118,7 @@ image:
         docker("image", "rm", "--force", TAG)
 
 
-def test_unknown_authority_names_the_remedy(
-    index: tuple[str, Path], standin_notorch: str, tmp_path: Path
-) -> None:
+def test_unknown_authority_names_the_remedy(index, standin_notorch, tmp_path):
     text = f"image:\n  base: registry.invalid/base:1{PIP.format(url=index[0])}"
     result = imgkit("build", recipe(tmp_path, text), "--base", standin_notorch, "--no-test")
     assert result.returncode == 4
@@ -130,7 +126,7 @@ def test_unknown_authority_names_the_remedy(
     assert "ca: [FILE.crt]" in result.stderr
 
 
-def test_base_without_pip_names_the_package(standin_notorch: str, tmp_path: Path) -> None:
+def test_base_without_pip_names_the_package(standin_notorch, tmp_path):
     bare = f"imgkit.local/{NAME}-bare:1"
     dockerfile = f"FROM {standin_notorch}\nRUN rm -rf /usr/lib/python3/dist-packages/pip\n"
     output("docker", "build", "--tag", bare, "-", stdin=dockerfile, env={"DOCKER_BUILDKIT": "0"})
@@ -155,7 +151,7 @@ LEAKS = {
 """The command of a step -> its exit code."""
 
 
-def test_step_that_keeps_a_secret_fails(standin_notorch: str, tmp_path: Path) -> None:
+def test_step_that_keeps_a_secret_fails(standin_notorch, tmp_path):
     (tmp_path / "github").write_text("marker-0123456789")
     (tmp_path / "netrc").write_text("machine example.org\npassword marker-of-a-file\nlogin me\n")
     script = ROOT / "recipes/imgkit_recipes/templates/with-secrets.sh"

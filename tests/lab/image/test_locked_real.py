@@ -145,7 +145,7 @@ def in_image(script: str) -> list[str]:
     return docker("run", "--rm", "--entrypoint", "sh", TAG, "-c", script).splitlines()
 
 
-def test_locked_packages_and_nothing_else_are_in_the_image(recipe: Path, base: str) -> None:
+def test_locked_packages_and_nothing_else_are_in_the_image(recipe, base):
     answer = imgkit_json("build", recipe, "--base", base, "--no-test", "--locked")
     assert answer["locked"]
     script = (
@@ -160,7 +160,7 @@ def test_locked_packages_and_nothing_else_are_in_the_image(recipe: Path, base: s
     assert hashlib.sha256(lock_text.encode()).hexdigest() == answer["labels"]["imgkit.lock.sha256"]
 
 
-def test_kept_files_need_no_network(recipe: Path, site: Site, base: str) -> None:
+def test_kept_files_need_no_network(recipe, site, base):
     cut = f"{NAME}-cut:1"
     proxies = " ".join(f"{name}={NOWHERE}" for name in ("http_proxy", "https_proxy", "PIP_INDEX_URL"))
     docker("build", "--quiet", "--tag", cut, "-", stdin=f"FROM {base}\nENV {proxies}\n")
@@ -187,7 +187,7 @@ def test_kept_files_need_no_network(recipe: Path, site: Site, base: str) -> None
 
 
 @pytest.mark.soak
-def test_vanished_or_other_package_is_named_with_its_line(recipe: Path, site: Site, base: str) -> None:
+def test_vanished_or_other_package_is_named_with_its_line(recipe, site, base):
     part = locked(recipe, site, base)
     first, second = part.apt
     write(recipe, dataclasses.replace(part, apt=(first, dataclasses.replace(second, sha256="0" * 64))))

@@ -66,7 +66,7 @@ def installed() -> dict[str, str]:
 
 
 @pytest.mark.soak
-def test_locked_packages_are_in_the_base(index: str, standin_notorch: str, tmp_path: Path) -> None:
+def test_locked_packages_are_in_the_base(index, standin_notorch, tmp_path):
     recipe = project(tmp_path, index)
     try:
         imgkit_json("build", recipe, "--base", standin_notorch, "--no-test")
@@ -79,7 +79,7 @@ def test_locked_packages_are_in_the_base(index: str, standin_notorch: str, tmp_p
         docker("image", "rm", "--force", TAG)
 
 
-def test_conflict_and_wrong_hash_name_the_line(index: str, standin: str, tmp_path: Path) -> None:
+def test_conflict_and_wrong_hash_name_the_line(index, standin, tmp_path):
     recipe = project(tmp_path, index, "imgkit-test-torchy")
     result = imgkit("build", recipe, "--base", standin, "--no-test")
     assert result.returncode == 4
@@ -97,7 +97,7 @@ def test_conflict_and_wrong_hash_name_the_line(index: str, standin: str, tmp_pat
     assert "THESE PACKAGES DO NOT MATCH THE HASHES" in result.stderr
 
 
-def test_changed_project_is_refused(index: str, tmp_path: Path) -> None:
+def test_changed_project_is_refused(index, tmp_path):
     recipe = project(tmp_path, index)
     assert imgkit("check", recipe).returncode == 0
     pyproject = tmp_path / "pyproject.toml"
@@ -108,7 +108,7 @@ def test_changed_project_is_refused(index: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_lock_has_the_wheels_of_a_uv_project(index: str, standin_notorch: str, tmp_path: Path) -> None:
+def test_lock_has_the_wheels_of_a_uv_project(index, standin_notorch, tmp_path):
     recipe = project(tmp_path, index)
     (tmp_path / "lock").mkdir()
     recipe = recipe.rename(tmp_path / "lock" / recipe.name)

@@ -75,7 +75,7 @@ def site(standin: str, request: pytest.FixtureRequest) -> Iterator[Site]:
     "name",
     ["debian", *(pytest.param(name, marks=pytest.mark.soak) for name in ("venv", "conda", "venv.sqsh"))],
 )
-def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> None:
+def test_image_of_a_site_runs_is_stopped_and_resumes(site, name):
     job = site.submit(name, "--", *COUNT, "60")
     site.until(lambda: "starts at 0" in site.output_of(job), job)
     site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
@@ -93,7 +93,7 @@ def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> N
 @pytest.mark.parametrize(
     "name", ["debian.sqsh", *(pytest.param(name, marks=pytest.mark.soak) for name in ("debian", "venv"))]
 )
-def test_node_without_a_mounted_folder_is_named(site: Site, name: str) -> None:
+def test_node_without_a_mounted_folder_is_named(site, name):
     mounted = Path("/run/imgkit-only-node1")  # each node has a /run of its own
     expect_success(site("exec", "node1", "--", "mkdir", "-p", mounted))
     job = site.submit(name, "--bind", mounted, "--", "dist-hello", *ONE)
@@ -116,9 +116,7 @@ system: {scheduler: slurm, runtime: {kind: pyxis}, node: {gpus: 0, cpus: 2}}
         *(pytest.param(name, marks=pytest.mark.soak) for name in ("apptainer", "enroot")),
     ],
 )
-def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(
-    site: Site, program: str, tmp_path: Path
-) -> None:
+def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(site, program, tmp_path):
     if shutil.which(program) is None:
         pytest.skip(f"no {program} here")
     (site.folder / "pyxis.yaml").write_text(PYXIS)
@@ -142,7 +140,7 @@ def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(
     assert "nothing here starts a .sqsh" in without_starter.stderr
 
 
-def test_image_that_changed_after_the_submission_is_not_started(site: Site) -> None:
+def test_image_that_changed_after_the_submission_is_not_started(site):
     job = site.submit("debian", "--option=--hold", "--", "dist-hello", *ONE)
     image = site.folder / "debian.sif"
     with image.open("ab") as stream:
@@ -179,7 +177,7 @@ def far(site: Site) -> Iterator[FarSite]:
 
 @pytest.mark.soak
 @pytest.mark.sshd
-def test_image_that_a_remote_has_runs_without_a_build(site: Site, far: FarSite) -> None:
+def test_image_that_a_remote_has_runs_without_a_build(site, far):
     image = site.folder / "conda.sif"
     args = ("run", "--on", "far", "--image", image, "--time", "5m", "--nodes", "2", "--code", ".")
     count = ("dist-run", *ONE, "/workspace/save_and_resume.py", "5")
@@ -196,7 +194,7 @@ def test_image_that_a_remote_has_runs_without_a_build(site: Site, far: FarSite) 
 
 @pytest.mark.soak
 @pytest.mark.sshd
-def test_sqsh_that_a_remote_has_runs(site: Site, far: FarSite) -> None:
+def test_sqsh_that_a_remote_has_runs(site, far):
     args = ("run", "--on", "far", "--image", site.folder / "venv.sqsh", *CHOICES["venv"], "--time", "5m")
     result = expect_success(far.imgkit(*args, "--nodes", "2", "--", "dist-hello", *ONE))
     assert "all_reduce of ones: 2" in result.stdout
@@ -208,7 +206,7 @@ def test_sqsh_that_a_remote_has_runs(site: Site, far: FarSite) -> None:
 
 @pytest.mark.soak
 @pytest.mark.sshd
-def test_image_that_is_here_is_sent_once(site: Site, far: FarSite) -> None:
+def test_image_that_is_here_is_sent_once(site, far):
     args = ("run", site.folder / "debian.sif", "--on", "far", "--time", "5m", "--", "dist-hello", *ONE)
     first = expect_success(far.imgkit(*args))
     assert "all_reduce of ones: 1" in first.stdout

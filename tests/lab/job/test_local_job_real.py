@@ -41,7 +41,7 @@ def containers(folder: Path) -> list[str]:
     return result.stdout.split()
 
 
-def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) -> None:
+def test_words_and_exit_code_pass_through(standin_notorch, tmp_path):
     program = 'pwd; printf "<%s>" "$NOTE" "$TOKEN" "$OTHER" "$@"; exit 3'
     file = tmp_path / "tokens"
     file.touch(mode=0o600)
@@ -76,7 +76,7 @@ def test_words_and_exit_code_pass_through(standin_notorch: str, tmp_path: Path) 
     assert TOKEN[::-1] not in result.stderr
 
 
-def test_docker_runs_in_a_copy_of_the_code(mn5_image: str, tmp_path: Path) -> None:
+def test_docker_runs_in_a_copy_of_the_code(mn5_image, tmp_path):
     (tmp_path / "a b").mkdir()
     (tmp_path / "a b/c").write_text("sent\n")
     program = 'dist-env --device cpu > /dev/null && pwd && cd "a b" && echo more >> c && cat c && mkdir out'
@@ -88,7 +88,7 @@ def test_docker_runs_in_a_copy_of_the_code(mn5_image: str, tmp_path: Path) -> No
     assert (tmp_path / "a b/c").read_text() == "sent\n"
 
 
-def test_interactive_command_has_a_terminal(standin_notorch: str, tmp_path: Path) -> None:
+def test_interactive_command_has_a_terminal(standin_notorch, tmp_path):
     command = argv(
         "cpu", standin_notorch, tmp_path, "-i", "--", "sh", "-c", "test -t 0 && test -t 1; exit $((5 + $?))"
     )
@@ -102,7 +102,7 @@ def test_interactive_command_has_a_terminal(standin_notorch: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signal_ends_the_container(standin_notorch: str, tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_ends_the_container(standin_notorch, tmp_path, number):
     command = argv("cpu", standin_notorch, tmp_path, "--", "sh", "-c", WILLING)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
@@ -116,9 +116,7 @@ def test_signal_ends_the_container(standin_notorch: str, tmp_path: Path, number:
 
 @pytest.mark.cluster  # for mpirun
 @pytest.mark.parametrize("form", [(), ("--mpi-start", "ranks")])
-def test_mpirun_starts_containers(
-    mn5_image: str, recipe: Path, tmp_path: Path, form: tuple[str, ...]
-) -> None:
+def test_mpirun_starts_containers(mn5_image, recipe, tmp_path, form):
     hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
     result = expect_success(
         run(*argv(recipe, mn5_image, tmp_path, "--hosts", "localhost", *form, *hello), env=AS_ROOT)
@@ -159,7 +157,7 @@ def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
 
 
 @pytest.mark.cluster  # for sshd, and root
-def test_ssh_starts_a_container(mn5_image: str, recipe: Path, tmp_path: Path, ssh: Mapping[str, str]) -> None:
+def test_ssh_starts_a_container(mn5_image, recipe, tmp_path, ssh):
     (tmp_path / "code").mkdir()
     (tmp_path / "code/sent").touch()
     hello = ("--nproc", "2", "--code", str(tmp_path / "code"), "--", "dist-hello", "--device", "cpu")
@@ -175,14 +173,14 @@ def test_ssh_starts_a_container(mn5_image: str, recipe: Path, tmp_path: Path, ss
     ("program", "number", "code"), [(WILLING, signal.SIGINT, 7), (DEAF, signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_end_of_the_fan_out_ends_containers(
-    standin_notorch: str,
-    recipe: Path,
-    tmp_path: Path,
-    ssh: Mapping[str, str],
-    program: str,
-    number: signal.Signals,
-    code: int,
-) -> None:
+    standin_notorch,
+    recipe,
+    tmp_path,
+    ssh,
+    program,
+    number,
+    code,
+):
     command = argv(
         recipe,
         standin_notorch,
@@ -231,7 +229,7 @@ system:
 
 
 @pytest.mark.singularity
-def test_sent_code_runs_or_is_refused(standin_notorch: str, tmp_path: Path) -> None:
+def test_sent_code_runs_or_is_refused(standin_notorch, tmp_path):
     """A project that pip has linked is that of ``--code``; of a copy, the job would run what was built."""
     recipe, tag = tmp_path / "two.yaml", f"imgkit-test-code-{os.getpid()}:1"
     recipe.write_text(PROJECTS)

@@ -61,7 +61,7 @@ def run(site: SlurmSite, *args: str) -> Done:
         (("--queue", "debug", "--gpus", "3"), "3G"),
     ],
 )
-def test_job_gets_its_memory(site: SlurmSite, args: tuple[str, ...], size: str) -> None:
+def test_job_gets_its_memory(site, args, size):
     result = run(site, *args, "--", *SHOW)
     assert result.returncode == 0, result.stderr
     assert re.findall(r"AllocTRES=.*\bmem=(\w+)", result.stdout) == [size]
@@ -74,7 +74,7 @@ def test_job_gets_its_memory(site: SlurmSite, args: tuple[str, ...], size: str) 
         (("--mem-per-gpu", "64M"), "--mem-per-gpu 64M"),
     ],
 )
-def test_job_over_its_memory_is_explained(site: SlurmSite, args: tuple[str, ...], option: str) -> None:
+def test_job_over_its_memory_is_explained(site, args, option):
     result = run(site, *args, "--", *HOLD)
     assert result.returncode == 1
     assert "it was not killed" not in result.stdout
@@ -83,7 +83,7 @@ def test_job_over_its_memory_is_explained(site: SlurmSite, args: tuple[str, ...]
     )
 
 
-def test_memory_above_a_node_is_not_submitted(site: SlurmSite) -> None:
+def test_memory_above_a_node_is_not_submitted(site):
     result = run(site, "--mem", "63G", "--", *SHOW)
     assert (result.returncode, result.stdout) == (2, "")
     assert "imgkit: lab.yaml:5: --mem 63G, but a node has 62G\n" in result.stderr

@@ -117,7 +117,7 @@ def cluster(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
 @pytest.mark.parametrize(
     "form", ["launcher", *(pytest.param(form, marks=pytest.mark.soak) for form in ("direct", "ssh"))]
 )
-def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
+def test_hello_connects_all_ranks(cluster, form):
     result = expect_success(cluster.on("login", *cluster.job("run", *FORMS[form], command=("dist-hello",))))
     assert "all_reduce of ones: 4" in result.stdout
     ranks = re.findall(r"(\d)  (node\d)  cpu", result.stdout)
@@ -126,7 +126,7 @@ def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", [pytest.param("launcher", marks=pytest.mark.soak), "ssh"])
-def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
+def test_no_text_of_a_job_holds_its_secrets(cluster, form):
     shutil.copy(LOOK, cluster.folder)
     secret = cluster.folder / "by hand"
     secret.touch(mode=0o600)
@@ -145,7 +145,7 @@ def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["direct", pytest.param("ssh", marks=pytest.mark.soak)])
-def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
+def test_tutorial_programs_run_unchanged(cluster, form):
     text, command, nproc = TUTORIAL, ["python3"], 1
     if form == "ssh":
         text = text.replace("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK").replace(
@@ -166,7 +166,7 @@ def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
     assert all(f"Rank {rank} has received data from rank 0" in result.stdout for rank in receivers)
 
 
-def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
+def test_printed_lines_of_torch_s_launcher_run(cluster):
     printed = cluster.on(
         "login", *cluster.job("run", "--dry-run", "--mpi-start", "ssh", command=("dist-hello",), nproc=1)
     ).stdout
@@ -177,7 +177,7 @@ def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
 
 
 @pytest.mark.parametrize("form", ["launcher", "ssh", pytest.param("direct", marks=pytest.mark.soak)])
-def test_host_without_a_mounted_folder_is_named(cluster: Nodes, form: str) -> None:
+def test_host_without_a_mounted_folder_is_named(cluster, form):
     folder = "/run/imgkit only here"  # each node has a /run of its own
     assert cluster.on("node1", "mkdir", "-p", folder).returncode == 0
     result = cluster.on("login", *cluster.job("run", *FORMS[form], "--bind", folder, command=("true",)))
@@ -187,14 +187,14 @@ def test_host_without_a_mounted_folder_is_named(cluster: Nodes, form: str) -> No
     assert "node1 has no" not in output
 
 
-def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
+def test_other_order_than_mpirun_s_is_refused(cluster):
     result = cluster.on("node2", *cluster.job("run", command=("dist-hello",)))
     assert result.returncode == 2
     assert "this is node2: mpirun gives rank 0 to its own host" in result.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_end_of_the_fan_out_empties_the_nodes(cluster: Nodes, number: signal.Signals) -> None:
+def test_end_of_the_fan_out_empties_the_nodes(cluster, number):
     (cluster.folder / "loop.py").write_text(STUB)
     job = cluster.job("run", "--mpi-start", "ssh", command=("dist-run", "--grace", "2", "loop.py"))
     # Its own processes end with the first one's end otherwise: this one is to be killed alone.
@@ -216,7 +216,7 @@ def test_end_of_the_fan_out_empties_the_nodes(cluster: Nodes, number: signal.Sig
 
 
 @pytest.mark.parametrize("cluster", [TRIXIE], indirect=True, scope="module")
-def test_hydra_without_a_head_is_refused_and_its_hint_works(cluster: Nodes) -> None:
+def test_hydra_without_a_head_is_refused_and_its_hint_works(cluster):
     start = ("mpiexec.hydra", "-hosts", "node1,node2", "-n", "2", "-ppn", "1", "-bind-to", "none")
     run = ("singularity", "exec", cluster.sif, "dist-hello", "--device", "cpu", "--nproc", "2")
     refused = cluster.on("login", *start, *run)
@@ -231,7 +231,7 @@ def test_hydra_without_a_head_is_refused_and_its_hint_works(cluster: Nodes) -> N
 
 
 @pytest.mark.parametrize("cluster", [TRIXIE], indirect=True, scope="module")
-def test_killed_node_agent_ends_hydra(cluster: Nodes) -> None:
+def test_killed_node_agent_ends_hydra(cluster):
     (cluster.folder / "loop.py").write_text(STUB)
     start = ("mpiexec.hydra", "-hosts", "node1,node2", "-n", "2", "-ppn", "1", "-bind-to", "none")
     image = ("singularity", "exec", "--bind", cluster.folder, cluster.sif)

@@ -146,7 +146,7 @@ def pbs(mn5_sif: Path, public_imgkit: Path) -> Iterator[OpenPbs]:
 
 
 @pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
-def test_every_start_connects_all_ranks(pbs: OpenPbs, start: str) -> None:
+def test_every_start_connects_all_ranks(pbs, start):
     job = pbs.submit("dist-hello", start=start)
     code, output = pbs.end(job)
     assert "all_reduce of ones: 2" in output, output
@@ -160,14 +160,14 @@ def test_every_start_connects_all_ranks(pbs: OpenPbs, start: str) -> None:
 
 
 @pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
-def test_cancelled_job_leaves_no_process(pbs: OpenPbs, start: str) -> None:
+def test_cancelled_job_leaves_no_process(pbs, start):
     job = pbs.waiting(start)
     assert pbs.imgkit("cancel", job).returncode == 0
     assert pbs.end(job)[0] == 271  # 256 and SIGTERM
     pbs.emptied()
 
 
-def test_walltime_ends_a_job(pbs: OpenPbs) -> None:
+def test_walltime_ends_a_job(pbs):
     job = pbs.submit("sleep", "600", time="1m")
     assert pbs.run("qalter", "-l", "walltime=00:00:10", job).returncode == 0
     assert pbs.end(job)[0] in (-29, 271)
@@ -175,7 +175,7 @@ def test_walltime_ends_a_job(pbs: OpenPbs) -> None:
 
 
 @pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
-def test_killed_launcher_ends_the_job(pbs: OpenPbs, start: str) -> None:
+def test_killed_launcher_ends_the_job(pbs, start):
     job = pbs.waiting(start)
     expect_success(pbs("exec", "node2", "--", "pkill", "-KILL", "-f", "imgkit_entrypoints dist-run"))
     code, output = pbs.end(job)
@@ -184,7 +184,7 @@ def test_killed_launcher_ends_the_job(pbs: OpenPbs, start: str) -> None:
     pbs.emptied()
 
 
-def test_killed_mom_ends_a_job_only_when_it_starts_again(pbs: OpenPbs) -> None:
+def test_killed_mom_ends_a_job_only_when_it_starts_again(pbs):
     job = pbs.waiting("pbsdsh")
     assert pbs("exec", "node2", "--", "pkill", "-KILL", "-x", "pbs_mom").returncode == 0
     assert "job_state = R" in pbs.record_of(job)
@@ -194,7 +194,7 @@ def test_killed_mom_ends_a_job_only_when_it_starts_again(pbs: OpenPbs) -> None:
     assert code == 271, output
 
 
-def test_job_ends_when_a_host_is_cut_off(pbs: OpenPbs) -> None:
+def test_job_ends_when_a_host_is_cut_off(pbs):
     job = pbs.waiting("pbsdsh")
     try:
         pbs("fault", "cut", "node2")

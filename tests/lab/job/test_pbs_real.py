@@ -134,7 +134,7 @@ TWO = [("0", "node1"), ("1", "node2")]
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_every_start_connects_all_ranks(pbs: Pbs, start: str) -> None:
+def test_every_start_connects_all_ranks(pbs, start):
     nproc = 2 if start == "pals" else 1
     code, output = pbs.end(pbs.submit("--", "dist-hello", start=start, nproc=nproc))
     assert f"all_reduce of ones: {2 * nproc}" in output, output
@@ -146,7 +146,7 @@ def test_every_start_connects_all_ranks(pbs: Pbs, start: str) -> None:
 @pytest.mark.parametrize(
     "start", ["pals", *(pytest.param(name, marks=pytest.mark.soak) for name in STARTS[1:])]
 )
-def test_no_text_of_a_job_holds_its_secrets(pbs: Pbs, start: str) -> None:
+def test_no_text_of_a_job_holds_its_secrets(pbs, start):
     shutil.copy(LOOK, pbs.work)
     home = pbs.state / "home/researcher"  # the jobs' user
     file = home / "tokens"
@@ -162,14 +162,14 @@ def test_no_text_of_a_job_holds_its_secrets(pbs: Pbs, start: str) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_failure_of_one_node_is_the_job_s(pbs: Pbs, start: str) -> None:
+def test_failure_of_one_node_is_the_job_s(pbs, start):
     command = ("sh", "-c", 'echo "$0 on $(hostname)"; test "$(hostname)" = node1 || exit 3', "it's $me")
     code, output = pbs.end(pbs.submit("--", *command, start=start))
     assert code == 3, output
     assert sorted(re.findall(r"it's \$me on (\w+)", output)) == ["node1", "node2"]
 
 
-def test_one_node_needs_no_start(pbs: Pbs) -> None:
+def test_one_node_needs_no_start(pbs):
     code, output = pbs.end(pbs.submit("--", "dist-hello", nodes=1))
     assert ranks(output) == FOUR[:2], output
     assert "INFO:" not in output
@@ -177,7 +177,7 @@ def test_one_node_needs_no_start(pbs: Pbs) -> None:
 
 
 @pytest.mark.programs("mksquashfs")
-def test_archive_is_converted_on_a_node(pbs: Pbs, public_imgkit: Path) -> None:
+def test_archive_is_converted_on_a_node(pbs, public_imgkit):
     tiny_image.write(pbs.work / "tiny.tar", "tiny:1")
     # A job of PBS has the PATH of a login shell.
     with (pbs.state / "home/researcher/.profile").open("a") as profile:
@@ -190,7 +190,7 @@ def test_archive_is_converted_on_a_node(pbs: Pbs, public_imgkit: Path) -> None:
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_cancelled_job_leaves_no_process(pbs: Pbs, start: str) -> None:
+def test_cancelled_job_leaves_no_process(pbs, start):
     job = pbs.submit("--", "sleep", "600", start=start)
     until(lambda: sum("sleep 600" in line for line in pbs.processes()) >= 2)
     assert "job_state = R" in pbs.imgkit("status", job)
@@ -201,7 +201,7 @@ def test_cancelled_job_leaves_no_process(pbs: Pbs, start: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
-def test_job_ends_when_a_host_is_lost(pbs: Pbs, start: str) -> None:
+def test_job_ends_when_a_host_is_lost(pbs, start):
     (pbs.work / "wait.py").write_text("import time\nprint('waits', flush=True)\ntime.sleep(600)\n")
     job = pbs.submit("--", "dist-run", "wait.py", start=start)
     spool = pbs.state / f"pbs/spool/{job}.OU"
@@ -220,7 +220,7 @@ def test_job_ends_when_a_host_is_lost(pbs: Pbs, start: str) -> None:
     until(lambda: not pbs.processes())
 
 
-def test_walltime_ends_a_job_and_its_history_says_so(pbs: Pbs) -> None:
+def test_walltime_ends_a_job_and_its_history_says_so(pbs):
     job = pbs.run("qsub", text="#!/bin/bash\n#PBS -l walltime=00:00:01\nsleep 600\n").stdout.strip()
     assert pbs.end(job)[0] == -29
     plain = pbs.run("qstat", job)
@@ -230,13 +230,13 @@ def test_walltime_ends_a_job_and_its_history_says_so(pbs: Pbs) -> None:
     until(lambda: not pbs.processes())
 
 
-def test_array_without_a_range_is_refused(pbs: Pbs) -> None:
+def test_array_without_a_range_is_refused(pbs):
     refused = pbs.run("qsub", "-J", "3", text="#!/bin/bash\ntrue\n")
     assert refused.returncode != 0
     assert "illegal -J value" in refused.stderr
 
 
-def test_killed_script_ends_what_ssh_started(pbs: Pbs) -> None:
+def test_killed_script_ends_what_ssh_started(pbs):
     job = pbs.submit("--", "sleep", "600", start="ssh")
     until(lambda: sum("sleep 600" in line for line in pbs.processes()) >= 2)
     pbs("exec", "node1", "--", "pkill", "-KILL", "-f", f"{job}.SC")
@@ -244,7 +244,7 @@ def test_killed_script_ends_what_ssh_started(pbs: Pbs) -> None:
     until(lambda: not pbs.processes())
 
 
-def test_own_libraries_come_before_the_image_s(pbs: Pbs) -> None:
+def test_own_libraries_come_before_the_image_s(pbs):
     command = ("sh", "-c", 'echo "path=$LD_LIBRARY_PATH"; cat "${LD_LIBRARY_PATH%%:*}/libnccl-net.so"')
     code, output = pbs.end(pbs.submit("--", *command, nodes=1))
     assert code == 0, output
@@ -252,7 +252,7 @@ def test_own_libraries_come_before_the_image_s(pbs: Pbs) -> None:
     assert "the host's\n" in output
 
 
-def test_run_without_container_loads_modules_on_each_node(pbs: Pbs) -> None:
+def test_run_without_container_loads_modules_on_each_node(pbs):
     environment = pbs.state / "environment"
     # Without torch, which a plan does not import.
     subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", environment], check=True)
@@ -269,7 +269,7 @@ def test_run_without_container_loads_modules_on_each_node(pbs: Pbs) -> None:
 
 
 @pytest.mark.parametrize("runtime", ["singularity", "host"])
-def test_edit_reaches_the_next_job_and_no_job_the_stored_code(pbs: Pbs, runtime: str) -> None:
+def test_edit_reaches_the_next_job_and_no_job_the_stored_code(pbs, runtime):
     source = pbs.work / f"my {runtime} code"
     write_files(source, {"it's a/log": "sent", "edited": "before"})
     options: tuple[str | Path, ...] = ("--code", source)
@@ -292,7 +292,7 @@ def test_edit_reaches_the_next_job_and_no_job_the_stored_code(pbs: Pbs, runtime:
         assert stored.read_text() == "sent\n"
 
 
-def test_array_tasks_have_their_own_folder_output_and_end(pbs: Pbs) -> None:
+def test_array_tasks_have_their_own_folder_output_and_end(pbs):
     work = 'echo "task $PBS_ARRAY_INDEX"; touch "$IMGKIT_RUN_DIR/mine"; exit "$PBS_ARRAY_INDEX"'
     array = pbs.submit("--option=-J", "--option=0-1", "--", "sh", "-c", work, nodes=1)
     number = array.partition("[")[0]
@@ -314,7 +314,7 @@ def test_array_tasks_have_their_own_folder_output_and_end(pbs: Pbs) -> None:
 MODULES = ("cray-python/3.11.7", "cuda/12.6")
 
 
-def test_chunks_on_one_host_are_refused(pbs: Pbs) -> None:
+def test_chunks_on_one_host_are_refused(pbs):
     text = (pbs.state / "eap.yaml").read_text().replace("queue: {", "queue: {options: [-l, place=pack], ")
     (pbs.state / "pack.yaml").write_text(text)
     code, output = pbs.end(pbs.submit("--", "dist-hello", recipe="pack.yaml"))
@@ -330,7 +330,7 @@ TUTORIAL = (
 """Timeout of the early access tutorial's job, which ends in RendezvousTimeoutError after ten minutes."""
 
 
-def test_tutorial_s_start_is_refused_at_once_until_it_is_right(pbs: Pbs) -> None:
+def test_tutorial_s_start_is_refused_at_once_until_it_is_right(pbs):
     once = f"cd '{pbs.work}'; singularity exec {pbs.sif} dist-hello --device cpu --nproc 1"
     code, refused = pbs.script(*TUTORIAL, once)
     assert code == 5, refused
@@ -344,7 +344,7 @@ def test_tutorial_s_start_is_refused_at_once_until_it_is_right(pbs: Pbs) -> None
     assert ranks(output) == TWO
 
 
-def test_tutorial_s_start_without_container_is_refused(pbs: Pbs) -> None:
+def test_tutorial_s_start_without_container_is_refused(pbs):
     once = f"import sys; sys.path.insert(0, {str(ROOT / 'entrypoints')!r}); "
     once += "import imgkit_entrypoints.cli.main as m; m.main(['dist-run', 'multinode.py', '50', '10'])"
     code, refused = pbs.script(*TUTORIAL, f'python3 -c "{once}"')

@@ -103,7 +103,7 @@ def _configure(folder: Path, *, data: object, run: object, stores: str, runtime:
     (folder / "containers.conf").write_text(CONTAINERS.format(tmp=f"{run}/tmp", runtime=runtime))
 
 
-def test_job_in_podman_is_stopped_and_resumes(site: Site) -> None:
+def test_job_in_podman_is_stopped_and_resumes(site):
     job = site.submit("--", *COUNT, "60")
     site.until(lambda: "starts at 0" in site.output_of(job), job)
     assert list((site.folder / f"runs/site-{job}").glob(".imgkit-secret*"))
@@ -119,7 +119,7 @@ def test_job_in_podman_is_stopped_and_resumes(site: Site) -> None:
     until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
-def test_edit_reaches_the_next_job_and_no_job_the_stored_code(site: Site) -> None:
+def test_edit_reaches_the_next_job_and_no_job_the_stored_code(site):
     source = site.folder / "my code"
     source.mkdir()
     (source / "log").write_text("sent\n")
@@ -138,7 +138,7 @@ def test_edit_reaches_the_next_job_and_no_job_the_stored_code(site: Site) -> Non
 
 
 @pytest.mark.parametrize("how", ["cancel", "kill"])
-def test_container_ends_with_its_job(site: Site, how: str) -> None:
+def test_container_ends_with_its_job(site, how):
     job = site.submit("--", *COUNT, "6000")
     site.until(lambda: "starts at 0" in site.output_of(job), job)
     if how == "cancel":
@@ -150,7 +150,7 @@ def test_container_ends_with_its_job(site: Site, how: str) -> None:
     until(lambda: not site.processes(), describe=lambda: str(site.processes()))
 
 
-def test_container_stays_in_the_cgroup_that_slurm_ends(site: Site) -> None:
+def test_container_stays_in_the_cgroup_that_slurm_ends(site):
     # A cgroup as that of a step with Slurm's proctrack/cgroup, which needs systemd.
     options = "--network=host --ipc=host --cgroups=disabled --pull=never"
     script = f"""
@@ -165,7 +165,7 @@ def test_container_stays_in_the_cgroup_that_slurm_ends(site: Site) -> None:
     assert pids < within
 
 
-def test_image_that_no_node_has_is_not_pulled(site: Site) -> None:
+def test_image_that_no_node_has_is_not_pulled(site):
     env = {**site.podman, "XDG_STATE_HOME": str(site.state / "STATE")}
     args = (
         "run",

@@ -196,9 +196,7 @@ def wait_for_text(pods: Pods, count: int, text: str) -> None:
         for name, vintage in VINTAGES.items()
     ],
 )
-def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
-    pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]]
-) -> None:
+def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(pods, vintage):
     name = f"bench-{vintage[0].replace(' ', '-').replace('.', '')}"
     start_two(pods, vintage, name, "dist-bench", "all_reduce", "--size", "64K", "--iters", "5")
     wait_for_text(pods, 1, "2 nodes, 2 processes on each")
@@ -219,7 +217,7 @@ def test_bench_waits_for_the_head_s_name_and_is_kept_on_the_volume(
 
 @pytest.mark.xdist_group("alone")  # on a cluster of its own, since it takes long
 @pytest.mark.soak
-def test_spare_pod_takes_over_from_a_lost_one(pods: Pods) -> None:
+def test_spare_pod_takes_over_from_a_lost_one(pods):
     name, end = "spare", pods.volume / "end"
     program = pods.volume / "spare.py"
     program.write_text(SAY_WORLD)

@@ -134,7 +134,7 @@ def site(folder: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
 TWO = ("site.yaml", "--nodes", "2", "--time", "15m")
 
 
-def test_both_nodes_meet_whatever_a_hook_has_set(site: Site) -> None:
+def test_both_nodes_meet_whatever_a_hook_has_set(site):
     job_output = site.run_to_end(*TWO, "--", "dist-hello", *ONE)
     assert "all_reduce of ones: 2" in job_output, job_output
     assert "imgkit: roll call: 2/2 present" in job_output
@@ -146,7 +146,7 @@ def losses(output: str) -> dict[str, str]:
     return dict(re.findall(r"step +(\d+)/\d+ +loss (\S+)", output))
 
 
-def test_requeued_job_goes_on_with_the_same_losses(site: Site) -> None:
+def test_requeued_job_goes_on_with_the_same_losses(site):
     expected = losses(site.run_to_end(*TWO, "--", *TRAIN))
     job = site.submit(*TWO, "--", *TRAIN)
     site.until(lambda: bool(losses(site.output_of(job))), job)
@@ -166,7 +166,7 @@ def test_requeued_job_goes_on_with_the_same_losses(site: Site) -> None:
 
 
 @pytest.mark.parametrize("how", ["worker", "cancel"])
-def test_no_process_is_left_of_a_job_that_ends_early(site: Site, how: str) -> None:
+def test_no_process_is_left_of_a_job_that_ends_early(site, how):
     job = site.submit(*TWO, "--", "dist-run", *ONE, "--grace", "2", "wait.py")
     site.until(lambda: site.output_of(job).count("waits") == 2, job)
     if how == "worker":
@@ -185,7 +185,7 @@ NAMES = ("GREETING", "LANG", "TEXT", "HIDDEN", "FILED", "QUOTED", "BACK", "HOST"
 SHOW = f'printf "<%s>\\n" {" ".join(f""""${name}" """ for name in NAMES)}; ls; touch "of $SLURM_NODEID"'
 
 
-def test_values_and_code_arrive(site: Site) -> None:
+def test_values_and_code_arrive(site):
     (site.folder / "env").write_text("FILED=of a file\n")
     (site.folder / "env").chmod(0o600)
     os.chown(site.folder / "env", 20777, 20777)
@@ -205,14 +205,14 @@ def test_values_and_code_arrive(site: Site) -> None:
     assert len(list(site.folder.glob("runs/*/workspace/of ?"))) == 2
 
 
-def test_workdir_is_a_folder_of_the_image(site: Site) -> None:
+def test_workdir_is_a_folder_of_the_image(site):
     job_output = site.run_to_end(
         *TWO, "--workdir", "/opt/imgkit", "--", "sh", "-c", "echo $(pwd) $(ls system.json)"
     )
     assert job_output.count("/opt/imgkit system.json\n") == 2, job_output
 
 
-def test_shell_opens_in_the_container(site: Site) -> None:
+def test_shell_opens_in_the_container(site):
     args = ("run", *TWO, "--interactive", "--env", "WORD=a  b")
     typed = 'echo "at $(hostname) [$WORD] $GREETING $PWD"; exit 7\n'
     result = site.imgkit(*args, typed=typed)
@@ -220,12 +220,12 @@ def test_shell_opens_in_the_container(site: Site) -> None:
     assert result.returncode == 7
 
 
-def test_sqsh_runs_on_the_system_in_it(site: Site) -> None:
+def test_sqsh_runs_on_the_system_in_it(site):
     job_output = site.run_to_end("site.sqsh", "--nodes", "2", "--time", "5m", "--", "dist-hello", *ONE)
     assert "all_reduce of ones: 2" in job_output, job_output
 
 
-def test_enroot_alone_starts_it(site: Site) -> None:
+def test_enroot_alone_starts_it(site):
     env = ("NVIDIA_VISIBLE_DEVICES=void", "XDG_CONFIG_HOME=/none")
     enroot = ("exec", "--user", "login", "--", "env", *env, "enroot")
     result = expect_success(site(*enroot, "create", "--name", "mine", site.folder / "site.sqsh"))
@@ -247,7 +247,7 @@ def foreign(folder: Path, standin: str) -> Path:
     return image
 
 
-def test_sqsh_of_another_program_runs(site: Site, foreign: Path) -> None:
+def test_sqsh_of_another_program_runs(site, foreign):
     args = (*TWO, "--image", foreign, "--activate", "export ACTIVATED=1", "--require-secret")
     job_output = site.run_to_end(*args, "--", "dist-hello", *ONE)
     assert "all_reduce of ones: 2" in job_output, job_output

@@ -56,7 +56,7 @@ def login(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Login
         shutil.rmtree(folder)
 
 
-def test_efficiency_is_that_of_the_program(login: tuple[Login, Path]) -> None:
+def test_efficiency_is_that_of_the_program(login):
     cluster, folder = login
     command = ("dist-run", "--device", "cpu", "--nproc", "1", "steps.py")
     result = expect_success(cluster.scaling(folder, "1,2,3", "--json", "--", *command))
@@ -76,7 +76,7 @@ def test_efficiency_is_that_of_the_program(login: tuple[Login, Path]) -> None:
     assert report["facts"]["image digest"].startswith("sha256:")
 
 
-def test_table_of_dist_bench_has_its_bandwidths(login: tuple[Login, Path]) -> None:
+def test_table_of_dist_bench_has_its_bandwidths(login):
     cluster, folder = login
     command = ("dist-bench", "--device", "cpu", "--nproc", "2", "--max", "64K", "--iters", "5")
     result = expect_success(cluster.scaling(folder, "1,2", "--json", "--", *command))
@@ -91,7 +91,7 @@ def test_table_of_dist_bench_has_its_bandwidths(login: tuple[Login, Path]) -> No
 
 
 @pytest.mark.soak
-def test_failed_size_is_shown_and_others_are_compared(login: tuple[Login, Path]) -> None:
+def test_failed_size_is_shown_and_others_are_compared(login):
     cluster, folder = login
     command = ("dist-run", "--device", "cpu", "--nproc", "1", "steps.py", "2")
     started = expect_success(cluster.scaling(folder, "1,2", "--detach", "--", *command))
@@ -108,7 +108,7 @@ def test_failed_size_is_shown_and_others_are_compared(login: tuple[Login, Path])
 
 
 @pytest.mark.parametrize("limit", ["UNLIMITED", "2"])
-def test_size_beyond_the_partition_is_refused_before_a_job(login: tuple[Login, Path], limit: str) -> None:
+def test_size_beyond_the_partition_is_refused_before_a_job(login, limit):
     cluster, folder = login
     nodes = "3" if limit == "2" else "4"
     reports = set(folder.glob("*-scaling-*"))

@@ -115,7 +115,7 @@ def site(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     ],
     ids=lambda part: part[0] if isinstance(part, tuple) else "",
 )
-def test_submitted_command_runs_on_two_nodes(site: Site, command: tuple[str, ...], result: str) -> None:
+def test_submitted_command_runs_on_two_nodes(site, command, result):
     job_output = site.run_to_end("--nodes", "2", "--", *command)
     assert job_output.startswith("module load singularity\n")
     assert "no secret is set: any program" not in job_output
@@ -138,7 +138,7 @@ system:
 """
 
 
-def test_system_of_ones_own_reaches_srun_and_the_nodes(site: Site) -> None:
+def test_system_of_ones_own_reaches_srun_and_the_nodes(site):
     (site.folder / "own.yaml").write_text(OWN % site.folder)
     facts = load(site.folder / "own.yaml").system
     (site.folder / "system.json").write_text(system.to_json(facts))  # over that of the image
@@ -175,7 +175,7 @@ UNEQUAL = ("sh", "-c", 'IMGKIT_NPROC=$((SLURM_NODEID + 1)) exec "$@"', "sh")
 
 
 @pytest.mark.soak
-def test_nodes_with_different_numbers_of_workers_train(site: Site) -> None:
+def test_nodes_with_different_numbers_of_workers_train(site):
     job_output = site.run_to_end(
         *("--nodes", "2", "--", *UNEQUAL, "dist-train", "--device", "cpu", "--steps", "20")
     )
@@ -186,7 +186,7 @@ def test_nodes_with_different_numbers_of_workers_train(site: Site) -> None:
     )
 
 
-def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None:
+def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site):
     wrapper = site.folder / "bin/sbatch"
     wrapper.parent.mkdir()
     wrapper.write_text('#!/bin/sh\n/usr/bin/sbatch "$@" && echo Thank you\n')
@@ -207,7 +207,7 @@ def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site: Site) -> None
         site.cluster("scancel", "--name", "hidden")
 
 
-def test_values_arrive_as_they_were_typed(site: Site) -> None:
+def test_values_arrive_as_they_were_typed(site):
     (site.folder / "show me.py").write_text("import os, sys\nprint(os.environ['NOTE'], sys.argv[1:])\n")
     note = """$(touch pwned) "and" 'more'"""
     job_output = site.run_to_end(
@@ -217,7 +217,7 @@ def test_values_arrive_as_they_were_typed(site: Site) -> None:
     assert not (site.folder / "pwned").exists()
 
 
-def test_no_text_of_a_job_holds_its_secrets(site: Site) -> None:
+def test_no_text_of_a_job_holds_its_secrets(site):
     shutil.copy(LOOK, site.folder)
     job = site.submit("--nodes", "2", "--env", "TOKEN", "--require-secret", "--", "dist-run", *ONE, LOOK.name)
     job_output = site.wait_for_end(job)
@@ -247,7 +247,7 @@ def stopped_and_requeued(site: Site, job: str) -> str:
     return saved[1]
 
 
-def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
+def test_job_asked_to_stop_is_requeued_and_finishes(site):
     # As an ordinary user: there a process of the step serves the image's files, and must not be signalled.
     cluster = site.imgkit("run", "--dry-run", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "400")
     (site.folder / "job.sh").write_text(cluster.stdout)
@@ -267,7 +267,7 @@ def job_record(site: Site, job: str) -> str:
 
 
 @pytest.mark.soak
-def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
+def test_file_of_a_person_keeps_the_job_from_going_on(site):
     job = site.submit("--nodes", "2", "--", *COUNT, "200")
     stop = site.folder / f"runs/mn5-{job}/stop"
     site.until(lambda: "starts at 0" in site.output_of(job), job)
@@ -307,7 +307,7 @@ while not (stop / "stop").exists():
 """A STUB of a training that never gets beyond its step."""
 
 
-def test_job_without_progress_is_not_requeued_again(site: Site) -> None:
+def test_job_without_progress_is_not_requeued_again(site):
     (site.folder / "stuck.py").write_text(STUCK)
     job = site.submit("--nodes", "2", "--", "dist-run", *ONE, "stuck.py")
     site.until(lambda: site.output_of(job).count("waits") == 2, job)
@@ -340,7 +340,7 @@ print(f"finished at {run.step}")
 
 
 @pytest.mark.soak
-def test_job_of_plain_torchrun_is_requeued_by_the_library(site: Site) -> None:
+def test_job_of_plain_torchrun_is_requeued_by_the_library(site):
     (site.folder / "library.py").write_text(LIBRARY)
     job = site.submit("--nodes", "2", "--gpus", "0", "--", "sh", "-c", *BY_TORCHRUN)
     site.until(lambda: "starts at 0" in site.output_of(job), job)
@@ -356,7 +356,7 @@ def test_job_of_plain_torchrun_is_requeued_by_the_library(site: Site) -> None:
 
 
 @pytest.mark.soak
-def test_job_that_slurm_ends_at_its_limit_is_not_requeued(site: Site) -> None:
+def test_job_that_slurm_ends_at_its_limit_is_not_requeued(site):
     job = site.submit("--nodes", "2", "--time", "1m", "--", "dist-run", *ONE, "--grace", "60", "stuck.py")
     site.until(lambda: site.output_of(job).count("waits") == 2, job)
     until(lambda: not site.is_queued(job), within_s=240, describe=lambda: site.output_of(job))
@@ -364,7 +364,7 @@ def test_job_that_slurm_ends_at_its_limit_is_not_requeued(site: Site) -> None:
     assert "requeued" not in site.output_of(job)
 
 
-def test_folder_that_another_user_planted_is_refused(site: Site) -> None:
+def test_folder_that_another_user_planted_is_refused(site):
     job = site.submit("--option=--hold", "--", "dist-hello", *ONE)
     planted = site.folder / f"runs/mn5-{job}"
     planted.mkdir()
@@ -375,7 +375,7 @@ def test_folder_that_another_user_planted_is_refused(site: Site) -> None:
     assert list(planted.iterdir()) == []
 
 
-def test_cancelled_job_is_not_requeued(site: Site) -> None:
+def test_cancelled_job_is_not_requeued(site):
     job = site.submit("--nodes", "2", "--", *COUNT, "6000")
     site.until(lambda: "starts at 0" in site.output_of(job), job)
     status = site.imgkit("status", job)
@@ -389,7 +389,7 @@ def test_cancelled_job_is_not_requeued(site: Site) -> None:
     assert "requeued" not in site.output_of(job)
 
 
-def test_array_tasks_have_their_own_folder_output_and_end(site: Site) -> None:
+def test_array_tasks_have_their_own_folder_output_and_end(site):
     write_files(site.folder / "tasks", {"log": "sent"})
     work = 'echo "task $SLURM_ARRAY_TASK_ID" | tee -a log; exit "$SLURM_ARRAY_TASK_ID"'
     array = site.submit("--gpus", "0", "--code", "tasks", "--option=--array=0-1", "--", "sh", "-c", work)
@@ -417,7 +417,7 @@ i=0; while [ $i -lt 2000 ]; do : > "f $i"; i=$((i + 1)); done; echo ready; sleep
 """
 
 
-def test_requeued_job_goes_on_in_its_copy_of_the_code(site: Site) -> None:
+def test_requeued_job_goes_on_in_its_copy_of_the_code(site):
     source = site.folder / "my code"
     (source / "a b").mkdir(parents=True)
     (source / "a b/log").write_text("sent\n")
@@ -435,7 +435,7 @@ def test_requeued_job_goes_on_in_its_copy_of_the_code(site: Site) -> None:
     assert stored.read_text() == "sent\n"
 
 
-def test_shell_in_a_running_job_has_its_container(site: Site) -> None:
+def test_shell_in_a_running_job_has_its_container(site):
     job = site.submit("--nodes", "2", "--gpus", "0", "--env", "WORD=a  b", "--", "sleep", "100")
     site.until(lambda: (site.folder / f"runs/mn5-{job}").is_dir(), job)
     seen = "$(hostname) [$WORD] $APPTAINER_NAME $IMGKIT_RUN_DIR $(cat /proc/*/comm | grep -c sleep)"
@@ -486,7 +486,7 @@ def with_a_spare(site: Site, *command: str, works: str = "starts at 0", options:
 @pytest.mark.parametrize(
     "how", ["kill", *(pytest.param(how, marks=pytest.mark.soak) for how in ("cut", "crash"))]
 )
-def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
+def test_spare_takes_over_from_a_lost_node(site, how):
     write_files(site.folder / "spared code", {"attempts.py": STUB})
     code = ("--code", "spared code")
     job = with_a_spare(site, "attempts.py", works="attempt 1 rank 1 node2", options=code)
@@ -517,7 +517,7 @@ def whole_again(site: Site, node: str) -> None:
 
 
 @pytest.mark.soak
-def test_job_that_loses_its_first_node_is_requeued_by_another(site: Site) -> None:
+def test_job_that_loses_its_first_node_is_requeued_by_another(site):
     job = with_a_spare(site, "save_and_resume.py", "60")
     site.cluster("fault", "crash", "node1")
     site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
@@ -530,7 +530,7 @@ def test_job_that_loses_its_first_node_is_requeued_by_another(site: Site) -> Non
 
 
 @pytest.mark.soak
-def test_job_saves_and_is_requeued_after_its_spare_took_over(site: Site) -> None:
+def test_job_saves_and_is_requeued_after_its_spare_took_over(site):
     job = with_a_spare(site, "save_and_resume.py", "200")
     kill_launcher(site, "node2")
     site.until(lambda: site.output_of(job).count("starts at 0") == 2, job)
@@ -541,7 +541,7 @@ def test_job_saves_and_is_requeued_after_its_spare_took_over(site: Site) -> None
 
 
 @pytest.mark.soak
-def test_job_cancelled_during_a_restart_leaves_nothing(site: Site) -> None:
+def test_job_cancelled_during_a_restart_leaves_nothing(site):
     job = with_a_spare(site, "save_and_resume.py", "6000")
     kill_launcher(site, "node2")
     site.until(lambda: "attempt 2 starts" in site.output_of(job), job)
@@ -554,7 +554,7 @@ def test_job_cancelled_during_a_restart_leaves_nothing(site: Site) -> None:
 
 
 @pytest.mark.soak
-def test_result_of_a_failed_program_is_the_job_s(site: Site) -> None:
+def test_result_of_a_failed_program_is_the_job_s(site):
     (site.folder / "fails.py").write_text("raise SystemExit(3)\n")
     job = site.submit("--nodes", "2+1", "--", "dist-run", *ONE, "fails.py")
     site.wait_for_end(job)
@@ -564,7 +564,7 @@ def test_result_of_a_failed_program_is_the_job_s(site: Site) -> None:
 
 
 @pytest.mark.soak
-def test_spare_takes_over_without_a_scheduler(site: Site) -> None:
+def test_spare_takes_over_without_a_scheduler(site):
     folder = site.folder / "runs/by ssh"
     folder.mkdir()
     image = ("--runtime", "singularity", "--image", "mn5.sif", "--gpus", "0", "--nproc", "1")
@@ -601,7 +601,7 @@ def test_spare_takes_over_without_a_scheduler(site: Site) -> None:
 
 @pytest.mark.soak
 @pytest.mark.docker
-def test_recipe_is_built_on_a_node(site: Site, standin_notorch: str) -> None:
+def test_recipe_is_built_on_a_node(site, standin_notorch):
     output("docker", "save", "-o", site.folder / "base.tar", standin_notorch)
     recipe = f"image:\n  base: {standin_notorch}\n  run: [echo made > /made]\nsystem: {{scheduler: slurm}}\n"
     (site.folder / "mine.yaml").write_text(recipe)
@@ -613,7 +613,7 @@ def test_recipe_is_built_on_a_node(site: Site, standin_notorch: str) -> None:
 
 
 @pytest.mark.programs("mksquashfs")
-def test_archive_is_converted_on_a_node(site: Site) -> None:
+def test_archive_is_converted_on_a_node(site):
     tiny_image.write(site.folder / "tiny.tar", "tiny:1")
     result = expect_success(site.imgkit("sif", "tiny.tar", "--no-test", *SUBMIT, "--system", "mn5"))
     assert f"{site.folder}/tiny.sif  " in result.stdout
@@ -626,7 +626,7 @@ def test_archive_is_converted_on_a_node(site: Site) -> None:
     assert "gres/gpu" not in record
 
 
-def test_waiting_conversion_is_cancelled_by_its_id(site: Site) -> None:
+def test_waiting_conversion_is_cancelled_by_its_id(site):
     tiny_image.write(site.folder / "held.tar", "tiny:1")
     options = ("--detach", "--option=--hold", "--system", "mn5")
     job = expect_success(site.imgkit("sif", "held.tar", *SUBMIT, *options)).stdout.strip()
@@ -637,7 +637,7 @@ def test_waiting_conversion_is_cancelled_by_its_id(site: Site) -> None:
     assert not (site.folder / "held.sif").exists()
 
 
-def test_allocation_by_hand_runs_the_command(site: Site) -> None:
+def test_allocation_by_hand_runs_the_command(site):
     result = expect_success(site.imgkit("run", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *ONE))
     assert "all_reduce of ones: 2" in result.stdout
 
@@ -650,7 +650,7 @@ def test_allocation_by_hand_runs_the_command(site: Site) -> None:
         (("--gpus", "8", "--", "dist-hello"), "a node has 4"),
     ],
 )
-def test_refused_job_says_why(site: Site, args: tuple[str, ...], message: str) -> None:
+def test_refused_job_says_why(site, args, message):
     result = site.imgkit("run", "--detach", "mn5", *SITE, *args)
     assert result.returncode in (2, 4)
     assert message in result.stderr

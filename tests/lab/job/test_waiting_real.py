@@ -96,7 +96,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[Site]:
         ((), "Resources; expected start TIME"),
     ],
 )
-def test_run_says_what_is_waited_for(site: Site, options: tuple[str, ...], reason: str) -> None:
+def test_run_says_what_is_waited_for(site, options, reason):
     with site.follow(*(option.format(failed=site.failed) for option in options)) as job:
         line = re.escape(f"imgkit: waiting: {reason.format(id=job)}\n").replace("TIME", r"[0-9T:-]{16}")
         until(lambda: re.search(line, site.messages()), describe=site.messages)

@@ -115,7 +115,7 @@ def log_of(stderr: str) -> str:
 
 
 @pytest.mark.parametrize("start", ["exec", "fork"])
-def test_own_traceback_comes_last_and_once(end: End, start: str) -> None:
+def test_own_traceback_comes_last_and_once(end, start):
     done = end(
         f"dist dist-run --start {start} --nproc 2 --log-dir logs program.py raises; code=$?\n"
         "cat logs/*/errors-*.log; exit $code"
@@ -132,7 +132,7 @@ def test_own_traceback_comes_last_and_once(end: End, start: str) -> None:
         assert word in done.stdout, "the full log has it"
 
 
-def test_end_by_force_prints_no_traceback_of_torchrun(end: End) -> None:
+def test_end_by_force_prints_no_traceback_of_torchrun(end):
     """Nobody reads the output: torchrun waits for its own copy of it when the node agent ends it."""
     done = end(
         "exec 3> >(until [ -e ended ]; do sleep 0.1; done; cat > /dev/null)\n"
@@ -147,7 +147,7 @@ def test_end_by_force_prints_no_traceback_of_torchrun(end: End) -> None:
 
 
 @pytest.mark.parametrize("output", ["> >(head -1)", "> /dev/full", ">&-"])
-def test_lost_output_is_reported_once_and_ends_with_one(end: End, output: str) -> None:
+def test_lost_output_is_reported_once_and_ends_with_one(end, output):
     done = end(f"dist dist-run --nproc 2 --device cpu program.py prints {output}; code=$?; ls; exit $code")
     assert done.returncode == 1
     assert done.stderr.count("imgkit: standard output is closed or full (") == 1
@@ -156,13 +156,13 @@ def test_lost_output_is_reported_once_and_ends_with_one(end: End, output: str) -
 
 
 @pytest.mark.parametrize("workers", [pytest.param("0", marks=pytest.mark.soak), "2"])
-def test_bad_sample_of_own_loader_names_its_index(end: End, workers: str) -> None:
+def test_bad_sample_of_own_loader_names_its_index(end, workers):
     stderr = end(f"dist dist-run --start fork --nproc 2 program.py {workers}").stderr
     assert "sample 7 of the data set" in stderr
     assert stderr.splitlines()[-1] == "ValueError: the file of this sample is cut"
 
 
-def test_bad_sample_of_a_plug_in_names_index_and_line(end: End) -> None:
+def test_bad_sample_of_a_plug_in_names_index_and_line(end):
     run_it = "dist dist-train --nproc 2 --device cpu --data own.py:data --workers 2 --batch-size 8"
     result = end(f"{run_it} --steps 40")
     assert result.returncode == 1
@@ -176,7 +176,7 @@ def test_bad_sample_of_a_plug_in_names_index_and_line(end: End) -> None:
 
 
 @pytest.mark.parametrize("how", ["raises", pytest.param("is killed", marks=pytest.mark.soak)])
-def test_head_prints_the_cause_of_another_node(end: End, how: str) -> None:
+def test_head_prints_the_cause_of_another_node(end, how):
     result = end(TWO_NODES, how)
     other_output, _, head = result.stdout.partition("-- head\n")
     assert "node 0: 1\nnode 1: 1\n" in other_output
@@ -192,7 +192,7 @@ def test_head_prints_the_cause_of_another_node(end: End, how: str) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a mount over /proc needs root")
-def test_guard_ends_all_where_no_path_leads_to_proc() -> None:
+def test_guard_ends_all_where_no_path_leads_to_proc():
     """So it is in a container whose files another process serves, when Slurm has ended that one first."""
     (control, agent), (status_reader, status) = os.pipe(), os.pipe()
     program = "setsid sleep 500 & mount -t tmpfs none /proc && echo $! && wait"

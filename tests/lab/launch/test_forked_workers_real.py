@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 from labkit import in_image, run
@@ -41,7 +40,7 @@ done
 
 
 @pytest.mark.soak
-def test_other_program_ends_as_under_torchrun(standin: str) -> None:
+def test_other_program_ends_as_under_torchrun(standin):
     result = in_image(standin, "bash", "-c", RUN, "run", "ends", "raises", "exits", stdin=PROGRAM)
     assert result.stdout.count("of __main__: ['ends']") == 2
     assert "ends: 0\n" in result.stdout
@@ -103,7 +102,7 @@ done
 
 
 @pytest.mark.soak  # it fetches 80 MB of packages
-def test_forks_train_with_gloo_data_workers_and_numba(standin: str, tmp_path: Path) -> None:
+def test_forks_train_with_gloo_data_workers_and_numba(standin, tmp_path):
     platforms = [f"--platform={name}_x86_64" for name in ("manylinux_2_28", "manylinux_2_27")]
     fetch = [sys.executable, "-m", "pip", "download", "-q", "--only-binary=:all:", "--python-version=3.11"]
     abis = ("--implementation=cp", "--abi=cp311", "--abi=none")
@@ -118,7 +117,7 @@ def test_forks_train_with_gloo_data_workers_and_numba(standin: str, tmp_path: Pa
     assert "leaked" not in result.stderr
 
 
-def test_unknown_way_to_start_is_refused(standin_notorch: str) -> None:
+def test_unknown_way_to_start_is_refused(standin_notorch):
     result = in_image(
         standin_notorch, "python3", "-I", "-m", "imgkit_entrypoints", "dist-hello", "--start", "spawn"
     )

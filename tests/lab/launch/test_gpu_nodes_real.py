@@ -64,19 +64,19 @@ def outputs(standin: str, folder: Path, *options: str) -> list[str]:
 
 
 @pytest.mark.parametrize("start", ["exec", "fork"])
-def test_each_worker_runs_beside_its_gpu(standin: str, tmp_path: Path, start: str) -> None:
+def test_each_worker_runs_beside_its_gpu(standin, tmp_path, start):
     first, second = sorted(os.sched_getaffinity(0))[:2]
     expected = [f"rank 0 on {first} threads 1", f"rank 1 on {second} threads 1"]
     assert outputs(standin, tmp_path, "-v", "--start", start) == expected
 
 
-def test_workers_keep_all_processors_on_request(standin: str, tmp_path: Path) -> None:
+def test_workers_keep_all_processors_on_request(standin, tmp_path):
     first, second = sorted(os.sched_getaffinity(0))[:2]
     expected = [f"rank {rank} on {first} {second} threads 1" for rank in range(2)]
     assert outputs(standin, tmp_path, "--no-cpu-binding") == expected
 
 
-def test_use_of_the_gpus_is_in_the_run_folder(standin: str, tmp_path: Path) -> None:
+def test_use_of_the_gpus_is_in_the_run_folder(standin, tmp_path):
     write_fake_nvidia_smi(tmp_path / "fake", TRAINING)
     result = dist_run(standin, tmp_path, WAITS)
     assert result.stderr.splitlines()[-1] == "imgkit: GPUs 63 % in use on average, at most 59.8 GiB of memory"

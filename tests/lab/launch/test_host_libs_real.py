@@ -116,7 +116,7 @@ system:
 """
 
 
-def test_job_loads_what_fits_of_its_host(mn5_sif: Path, node: Node) -> None:
+def test_job_loads_what_fits_of_its_host(mn5_sif, node):
     recipe = node.folder / "mine.yaml"
     recipe.write_text(RECIPE.replace("FOLDER", str(node.folder)))
     command = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
@@ -128,7 +128,7 @@ def test_job_loads_what_fits_of_its_host(mn5_sif: Path, node: Node) -> None:
     assert "libcxi" not in result.stderr
 
 
-def test_dry_run_names_the_library_that_fits(mn5_sif: Path, node: Node) -> None:
+def test_dry_run_names_the_library_that_fits(mn5_sif, node):
     result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu")
     assert result.returncode == 0, result.stderr
     assert re.search(r"libcxi\.so\.1 +\S+/libcxi\.so\.1 +the host's; it needs GLIBC_2", result.stdout), (
@@ -136,7 +136,7 @@ def test_dry_run_names_the_library_that_fits(mn5_sif: Path, node: Node) -> None:
     )
 
 
-def test_doctor_loads_what_fits(mn5_sif: Path, node: Node) -> None:
+def test_doctor_loads_what_fits(mn5_sif, node):
     result = node.inside(mn5_sif, "older", "dist-doctor", "--json")
     checks = {check["name"]: check for check in json.loads(result.stdout)["checks"]}
     assert (checks["host libraries"]["verdict"], checks["libfabric"]["verdict"]) == ("ok", "ok"), (
@@ -144,7 +144,7 @@ def test_doctor_loads_what_fits(mn5_sif: Path, node: Node) -> None:
     )
 
 
-def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif: Path, node: Node) -> None:
+def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif, node):
     result = node.inside(mn5_sif, "newer", "dist-env", "--dry-run", "--device", "cpu")
     assert result.returncode == 0, result.stderr
     refusal = re.search(
@@ -161,14 +161,14 @@ def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif: Path, node: Node) -
     assert f"version `GLIBC_{node.version}' not found" in result.stderr
 
 
-def test_user_declines_the_hosts_libraries(mn5_sif: Path, node: Node) -> None:
+def test_user_declines_the_hosts_libraries(mn5_sif, node):
     env = ["IMGKIT_HOST_LIBS=none"]
     result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu", env=env)
     assert result.returncode == 0, result.stderr
     assert "libcxi" not in result.stdout
 
 
-def test_folder_of_somebody_else_is_not_used(mn5_sif: Path, node: Node) -> None:
+def test_folder_of_somebody_else_is_not_used(mn5_sif, node):
     result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--json", "--device", "cpu")
     folder = Path(json.loads(result.stdout)["env"]["LD_LIBRARY_PATH"].split(":")[0])
     shutil.rmtree(folder, ignore_errors=True)
@@ -203,7 +203,7 @@ sys.exit(subprocess.run([sys.executable, sys.argv[2]], env=env).returncode)
     not SID.exists(), reason="no root of Debian sid: ci/lab/engine start --private DIR --debian sid"
 )
 @pytest.mark.parametrize("host", ["older", "newer"])
-def test_newer_image_loads_both(node: Node, tmp_path: Path, host: str) -> None:
+def test_newer_image_loads_both(node, tmp_path, host):
     # The root has no Python. This one's runs there: glibc serves programs of older versions.
     modules = Path(sys.base_prefix).glob("lib/python3*/lib-dynload/*.so")
     text = subprocess.run(["ldd", *modules], check=True, capture_output=True, text=True).stdout

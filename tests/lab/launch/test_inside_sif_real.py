@@ -49,14 +49,14 @@ def inside(
     return run(*command, folder="/")
 
 
-def test_hello_connects_all_ranks(mn5_sif: Path, hostile: Path) -> None:
+def test_hello_connects_all_ranks(mn5_sif, hostile):
     result = inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2")
     assert result.returncode == 0, result.stderr
     assert "all_reduce of ones: 2" in result.stdout
     assert len(re.findall(r": +\d  \S+ +cpu, 1 threads ", result.stdout)) == 2, result.stdout
 
 
-def test_nothing_of_the_host_is_needed(mn5_sif: Path, hostile: Path, user: str) -> None:
+def test_nothing_of_the_host_is_needed(mn5_sif, hostile, user):
     # Neither the host's environment and folders nor a /tmp: only /dev/shm can be written to.
     options = ("--containall", "--no-mount", "tmp")
     as_user = ("runuser", "-u", user, "--") if os.geteuid() == 0 else ()
@@ -67,7 +67,7 @@ def test_nothing_of_the_host_is_needed(mn5_sif: Path, hostile: Path, user: str) 
     assert "all_reduce of ones: 2" in result.stdout
 
 
-def test_found_facts_are_json(mn5_sif: Path, hostile: Path, as_user: tuple[str, ...]) -> None:
+def test_found_facts_are_json(mn5_sif, hostile, as_user):
     result = inside(mn5_sif, hostile, "dist-env", "--json", as_user=as_user)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
@@ -77,7 +77,7 @@ def test_found_facts_are_json(mn5_sif: Path, hostile: Path, as_user: tuple[str, 
     assert (report["placement"]["scheduler"], report["placement"]["nnodes"]) == ("standalone", 1)
 
 
-def test_doctor_examines_the_node(mn5_sif: Path, hostile: Path, as_user: tuple[str, ...]) -> None:
+def test_doctor_examines_the_node(mn5_sif, hostile, as_user):
     result = inside(mn5_sif, hostile, "dist-doctor", "--json", "--device", "cpu", as_user=as_user)
     report = json.loads(result.stdout)
     verdicts = {check["name"]: check["verdict"] for check in report["checks"]}
@@ -88,13 +88,13 @@ def test_doctor_examines_the_node(mn5_sif: Path, hostile: Path, as_user: tuple[s
     assert "gpus" not in failed  # none was asked for
 
 
-def test_doctor_runs_a_collective(mn5_sif: Path, hostile: Path) -> None:
+def test_doctor_runs_a_collective(mn5_sif, hostile):
     result = inside(mn5_sif, hostile, "dist-doctor", "--device", "cpu", "--nproc", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "verified on 1 node, 2 ranks" in result.stdout
 
 
-def test_own_program_keeps_its_modules(mn5_sif: Path, tmp_path: Path) -> None:
+def test_own_program_keeps_its_modules(mn5_sif, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "helper.py").write_text("said = 'mine'")
     (tmp_path / "main.py").write_text("import helper; print(helper.said)")
@@ -106,7 +106,7 @@ def test_own_program_keeps_its_modules(mn5_sif: Path, tmp_path: Path) -> None:
     assert f"PYTHONPATH: {tmp_path} contains another torch, which shadows that of the image" in result.stderr
 
 
-def test_missing_gpus_are_named_by_the_doctor(mn5_sif: Path, hostile: Path) -> None:
+def test_missing_gpus_are_named_by_the_doctor(mn5_sif, hostile):
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has GPUs")
     result = inside(mn5_sif, hostile, "dist-doctor")

@@ -58,7 +58,7 @@ def play(request: pytest.FixtureRequest) -> Play:
 pytestmark = [] if PYTHON else [pytest.mark.docker]
 
 
-def test_two_nodes_make_one_run(play: Play) -> None:
+def test_two_nodes_make_one_run(play):
     result = play("finish")
     assert result["codes"] == [0, 0]
     for rank in range(4):
@@ -75,13 +75,13 @@ def test_two_nodes_make_one_run(play: Play) -> None:
         pytest.param("SIGTERM to every process", marks=pytest.mark.soak),
     ],
 )
-def test_stop_request_saves_on_all_nodes(play: Play, scenario: str) -> None:
+def test_stop_request_saves_on_all_nodes(play, scenario):
     result = play(scenario)
     assert result["codes"] == [85, 85]
     assert result["output"].count("state saved at step") == 2
 
 
-def test_deaf_program_is_ended_on_all_nodes(play: Play) -> None:
+def test_deaf_program_is_ended_on_all_nodes(play):
     result = play("deaf")
     assert result["codes"] == [143, 143]
     assert result["output"].count("ending the program: the grace time is over") == 2
@@ -89,13 +89,13 @@ def test_deaf_program_is_ended_on_all_nodes(play: Play) -> None:
     assert "Sending process" not in result["output"]
 
 
-def test_failed_worker_ends_all_nodes(play: Play) -> None:
+def test_failed_worker_ends_all_nodes(play):
     result = play("worker fails")
     assert result["codes"] == [1, 1]
     assert result["output"].count("\nRuntimeError: this rank is broken") == 1
 
 
-def test_hanging_worker_ends_with_its_node(play: Play) -> None:
+def test_hanging_worker_ends_with_its_node(play):
     result = play("worker fails, others hang")
     assert result["codes"] == [1, 1]
     assert "Signal 1 (SIGHUP)" in result["logs"]  # not KILL, half a minute later
@@ -103,7 +103,7 @@ def test_hanging_worker_ends_with_its_node(play: Play) -> None:
     assert "memory ran out" not in result["output"]
 
 
-def test_killed_launcher_leaves_no_process(play: Play) -> None:
+def test_killed_launcher_leaves_no_process(play):
     result = play("kill the head's launcher")
     assert result["codes"] == [-9, 4]
     assert result["output"].count("ending the program: lost node") == 1

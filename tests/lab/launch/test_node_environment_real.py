@@ -62,7 +62,7 @@ print("compiled", counts["fxgraph_cache_miss"], "reused", counts["fxgraph_cache_
 
 
 @pytest.mark.programs("g++")
-def test_second_start_on_a_new_node_compiles_nothing(dist_run: DistRun, tmp_path: Path) -> None:
+def test_second_start_on_a_new_node_compiles_nothing(dist_run, tmp_path):
     first = dist_run(COMPILES, "--compile-cache", "cache.zip")
     assert "compiled 1 reused 0" in first.stdout, first.stderr
     assert "packed" in first.stderr
@@ -109,7 +109,7 @@ print("all kernels were read")
 """Triton issue 11512 in small: each process writes its kernel over that of the others, and reads it."""
 
 
-def test_private_cache_loses_no_kernel_where_a_shared_one_does(dist_run: DistRun, tmp_path: Path) -> None:
+def test_private_cache_loses_no_kernel_where_a_shared_one_does(dist_run, tmp_path):
     shared = dist_run(STALE, "--nproc", "4", TRITON_CACHE_DIR=str(tmp_path / "shared"))
     if "Operation not permitted" in shared.stderr or "not supported" in shared.stderr:
         pytest.skip("this user or file system has no handles of files")
@@ -133,9 +133,7 @@ mpi.MPI_Finalize()
 @pytest.mark.parametrize(
     ("keep", "works"), [((), True), (("--keep-env", "OMPI_*", "--keep-env", "PMIX_*"), False)]
 )
-def test_mpi_of_a_worker_does_not_meet_the_launcher_of_its_node(
-    dist_run: DistRun, keep: tuple[str, ...], works: bool
-) -> None:
+def test_mpi_of_a_worker_does_not_meet_the_launcher_of_its_node(dist_run, keep, works):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     result = dist_run(USES_MPI, "--nproc", "2", *keep, before=("mpirun", "-np", "1"), **root)
     assert (result.stdout.count("MPI starts") == 2) == works, result.stdout + result.stderr
@@ -148,7 +146,7 @@ NO_NETWORK = ("unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', 
 
 @pytest.mark.programs("unshare", "ip")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_download_without_a_route_names_the_host(dist_run: DistRun) -> None:
+def test_download_without_a_route_names_the_host(dist_run):
     result = dist_run(DOWNLOADS, before=NO_NETWORK, HF_ENDPOINT="http://192.0.2.1")
     assert "this node cannot reach http://192.0.2.1: let imgkit run send" in result.stderr
     assert "this node cannot reach 192.0.2.1:8080" in result.stderr.partition("failed first")[2]
@@ -167,7 +165,7 @@ BEHIND_A_FIREWALL = (
 
 @pytest.mark.programs("unshare", "ip")
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_service_that_does_not_answer_is_offline(dist_run: DistRun) -> None:
+def test_service_that_does_not_answer_is_offline(dist_run):
     program = "import os; print(os.environ['WANDB_MODE'])"
     result = dist_run(program, before=BEHIND_A_FIREWALL, WANDB_API_KEY="x", WANDB_BASE_URL="http://192.0.2.1")
     assert "this node cannot reach http://192.0.2.1: WANDB_MODE=offline" in result.stderr

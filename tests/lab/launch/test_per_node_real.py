@@ -142,13 +142,13 @@ def run_ray(site: PerNodeSite, mode: str, *options: str) -> str:
     return site.submit("--", *RAY, site.folder / "with_ray.py", mode, options=options)
 
 
-def test_ray_uses_both_nodes(site: PerNodeSite) -> None:
+def test_ray_uses_both_nodes(site):
     output = site.wait_for_end(run_ray(site, "succeeds"))
     assert "addresses ['10.42.0.11', '10.42.0.12']" in output, output
     assert output.endswith("code=0\n"), output
 
 
-def test_failed_ray_program_ends_both_nodes(site: PerNodeSite) -> None:
+def test_failed_ray_program_ends_both_nodes(site):
     output = site.wait_for_end(run_ray(site, "fails"))
     assert "RuntimeError: wrong model" in output, output
     assert "the command on node 1 of 2 (node1) failed first: exit code 1" in output
@@ -156,7 +156,7 @@ def test_failed_ray_program_ends_both_nodes(site: PerNodeSite) -> None:
 
 
 @pytest.mark.parametrize(("process", "code"), [("bin/ray symmetric-run", 137), ("gcs/gcs_server", 1)])
-def test_killed_head_of_ray_ends_both_nodes(site: PerNodeSite, process: str, code: int) -> None:
+def test_killed_head_of_ray_ends_both_nodes(site, process, code):
     job = run_ray(site, "waits")
     site.wait_for("waits\n", job)
     site.kill("node1", process)
@@ -165,7 +165,7 @@ def test_killed_head_of_ray_ends_both_nodes(site: PerNodeSite, process: str, cod
     assert output.endswith(f"code={code}\n"), output
 
 
-def test_killed_raylet_of_another_node_is_named(site: PerNodeSite) -> None:
+def test_killed_raylet_of_another_node_is_named(site):
     """It cannot end the run: `ray symmetric-run` returns 0 there."""
     job = run_ray(site, "waits")
     site.wait_for("waits\n", job)
@@ -175,7 +175,7 @@ def test_killed_raylet_of_another_node_is_named(site: PerNodeSite) -> None:
     site.wait_for_end(job)
 
 
-def test_ray_program_saves_before_the_time_limit(site: PerNodeSite) -> None:
+def test_ray_program_saves_before_the_time_limit(site):
     # Slurm looks at the time limits every 30 s, and sends the signal up to a minute earlier.
     output = site.wait_for_end(run_ray(site, "saves", "--time=3", "--signal=B:USR1@60"))
     assert "asked the program to save and end" in output, output
@@ -183,7 +183,7 @@ def test_ray_program_saves_before_the_time_limit(site: PerNodeSite) -> None:
     assert output.endswith("code=85\n"), output
 
 
-def test_accelerate_starts_a_process_on_each_node(site: PerNodeSite) -> None:
+def test_accelerate_starts_a_process_on_each_node(site):
     job = site.submit("--", *ACCELERATE, site.folder / "with_accelerate.py")
     output = site.wait_for_end(job)
     assert output.count("sum 3.0 of 2\n") == 2, output

@@ -67,12 +67,12 @@ def show(state: Path) -> tuple[str, ...]:
     return ("python3", str(state / "show.py"))
 
 
-def test_each_node_of_a_step_is_placed(state: Path) -> None:
+def test_each_node_of_a_step_is_placed(state):
     lines = cluster(state, "srun", "-N2", "--mpi=pmi2", *show(state))
     assert sorted(lines) == [f"place slurm {node}/2 node1,node2 node1 -" for node in (0, 1)]
 
 
-def test_tasks_of_uneven_nodes_are_ranks(state: Path) -> None:
+def test_tasks_of_uneven_nodes_are_ranks(state):
     lines = cluster(state, "srun", "-O", "-N2", "-n3", *show(state))
     nodes = {0: 0, 1: 0, 2: 1}
     assert sorted(lines, key=lambda line: line.split("rank")[1]) == [
@@ -80,7 +80,7 @@ def test_tasks_of_uneven_nodes_are_ranks(state: Path) -> None:
     ]
 
 
-def test_batch_script_is_refused_and_its_hint_works(state: Path) -> None:
+def test_batch_script_is_refused_and_its_hint_works(state):
     command = " ".join(show(state))
     refused = batch(state, command)
     assert refused[0].startswith("5 SLURM_JOB_NUM_NODES=2: this is the shell of the batch script")
@@ -88,17 +88,17 @@ def test_batch_script_is_refused_and_its_hint_works(state: Path) -> None:
     assert sorted(batch(state, typed)) == [f"place slurm {node}/2 node1,node2 node1 -" for node in (0, 1)]
 
 
-def test_step_has_the_processors_that_its_command_names(state: Path) -> None:
+def test_step_has_the_processors_that_its_command_names(state):
     # Newer releases let a step inherit those of the job, also as SLURM_TRES_PER_TASK, unless it names them.
     step = slurm.start_argv(("printenv", "SLURM_CPUS_PER_TASK"), nnodes=2, cpus=2)
     assert batch(state, "#SBATCH --cpus-per-task=4", shlex.join(step)) == ["2", "2"]
 
 
-def test_one_node_step_of_larger_job_is_valid(state: Path) -> None:
+def test_one_node_step_of_larger_job_is_valid(state):
     assert batch(state, f"srun -N1 -n1 {' '.join(show(state))}") == ["place slurm 0/1 node1  -"]
 
 
-def test_batch_script_on_one_node_is_placed(state: Path) -> None:
+def test_batch_script_on_one_node_is_placed(state):
     assert batch(state, " ".join(show(state)), nodes=1) == ["place slurm 0/1 node1  -"]
 
 
@@ -111,13 +111,13 @@ def test_batch_script_on_one_node_is_placed(state: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_shell_of_salloc_is_refused(state: Path, options: tuple[str, ...], message: str) -> None:
+def test_shell_of_salloc_is_refused(state, options, message):
     lines = cluster(state, "salloc", *options, *show(state))
     assert lines[0].startswith("5 ")
     assert message in lines[0]
 
 
-def test_pods_are_placed(state: Path) -> None:
+def test_pods_are_placed(state):
     lines = cluster(state, "pods", "--", *show(state))
     assert sorted(re.sub(r"^\[\w+\] ", "", line) for line in lines) == [
         f"place kubeflow {node}/2  node1 -" for node in (0, 1)
@@ -135,5 +135,5 @@ def test_pods_are_placed(state: Path) -> None:
         "x[1-2]y[01-03]z[9-10]",
     ],
 )
-def test_expansion_is_slurm_s_own(state: Path, text: str) -> None:
+def test_expansion_is_slurm_s_own(state, text):
     assert list(expand_nodelist(text)) == cluster(state, "scontrol", "show", "hostnames", text)

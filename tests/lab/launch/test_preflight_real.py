@@ -28,7 +28,7 @@ cat /run/shared/preflight.json >&3
 
 @pytest.mark.docker
 @pytest.mark.quiet
-def test_two_nodes_are_measured_and_start(standin: str) -> None:
+def test_two_nodes_are_measured_and_start(standin):
     result = in_image(standin, "bash", "-c", f"exec 3>&1 >&2\n{TWO}")
     assert result.returncode == 0, result.stderr
     assert "rank 0 runs" in result.stderr
@@ -88,7 +88,7 @@ def on_nodes(test: Any) -> Any:
 
 
 @on_nodes
-def test_slow_wire_is_reported_and_leaves_nobody_out(site: Site) -> None:
+def test_slow_wire_is_reported_and_leaves_nobody_out(site):
     site("fault", "rate", "node3", 20_000)
     _, output, document = site.end(site.start())
     site("fault", "heal", "node3")
@@ -115,7 +115,7 @@ def quota() -> Iterator[Path]:
 
 
 @on_nodes
-def test_processor_quota_names_its_node(site: Site, quota: Path) -> None:
+def test_processor_quota_names_its_node(site, quota):
     moved = site("exec", "node4", "--", "sh", "-c", f"pgrep slurmd > {quota}/cgroup.procs")
     assert moved.returncode == 0, moved.stderr
     code, output, worst = site.worst(site.start())
@@ -123,7 +123,7 @@ def test_processor_quota_names_its_node(site: Site, quota: Path) -> None:
 
 
 @on_nodes
-def test_stage_that_hangs_takes_its_node_out(site: Site) -> None:
+def test_stage_that_hangs_takes_its_node_out(site):
     measuring = r"^[^ ]+ -I -m imgkit_entrypoints.apps.preflight"  # not its guard, which names it too
     run = site.start("--nnodes", "3+1")
     while site("exec", "node2", "--", "pkill", "-STOP", "-f", measuring).returncode:

@@ -71,7 +71,7 @@ def slurm(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Slurm]:
     cluster.down()
 
 
-def test_one_command_a_node_computes_pi(slurm: Slurm) -> None:
+def test_one_command_a_node_computes_pi(slurm):
     output = slurm.run(" ".join((*PER_NODE, slurm.exec("dist-pi", *TWO))), "echo code=$?")
     error = re.search(r"error (\S+), 100000000 intervals, 4 ranks", output)
     assert error is not None, output
@@ -80,7 +80,7 @@ def test_one_command_a_node_computes_pi(slurm: Slurm) -> None:
     assert output.endswith("code=0\n")
 
 
-def test_start_without_srun_prints_what_works(slurm: Slurm) -> None:
+def test_start_without_srun_prints_what_works(slurm):
     refused = slurm.run(slurm.exec("dist-hello", *TWO), "echo code=$?")
     assert refused.endswith("code=5\n")
     assert "srun has started nothing on the others" in refused
@@ -91,7 +91,7 @@ def test_start_without_srun_prints_what_works(slurm: Slurm) -> None:
     assert output.endswith("code=0\n")
 
 
-def test_node_that_never_calls_is_named(slurm: Slurm) -> None:
+def test_node_that_never_calls_is_named(slurm):
     # srun starts both tasks; one of them never reaches the container.
     start = slurm.exec("dist-hello", *TWO, "--rollcall-timeout", "3")
     output = slurm.run(f"srun -N2 -n2 sh -c 'test $SLURM_NODEID = 1 || {start}'", "echo code=$?")
@@ -99,7 +99,7 @@ def test_node_that_never_calls_is_named(slurm: Slurm) -> None:
     assert output.endswith("code=5\n")
 
 
-def test_busy_port_is_refused(slurm: Slurm) -> None:
+def test_busy_port_is_refused(slurm):
     code = "import socket, time; held = socket.create_server(('', 29501)); time.sleep(60)"
     start = slurm.exec("dist-hello", *TWO, "--port", "29500")
     output = slurm.run(f'python3 -c "{code}" & sleep 1', " ".join((*PER_NODE, start)), "kill %1")
@@ -107,13 +107,13 @@ def test_busy_port_is_refused(slurm: Slurm) -> None:
     assert "node1: task 0: Exited with exit code 5" in output
 
 
-def test_hidden_job_is_told(slurm: Slurm) -> None:
+def test_hidden_job_is_told(slurm):
     command = slurm.exec("dist-hello", *TWO, "--dry-run").replace("exec", "exec --cleanenv", 1)
     output = slurm.run(f"srun -N2 {command}")
     assert len(re.findall("no scheduler variable is set here.*--cleanenv", output)) == 2, output
 
 
-def test_commands_per_node_end_with_the_head(slurm: Slurm) -> None:
+def test_commands_per_node_end_with_the_head(slurm):
     """A shell script that is deaf to TERM and starts daemons."""
     script = slurm.state / "per_node.sh"
     script.write_text(
@@ -155,14 +155,14 @@ def waiting(slurm: Slurm) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("how", [(), ("--signal=KILL", "--full")], ids=["term", "kill"])
-def test_cancelled_job_leaves_no_process(slurm: Slurm, how: tuple[str, ...]) -> None:
+def test_cancelled_job_leaves_no_process(slurm, how):
     job, _ = waiting(slurm)
     slurm("scancel", *how, job)
     slurm.wait_for_end(job)
     slurm.until(lambda: not slurm.processes())
 
 
-def test_killed_worker_ends_the_job(slurm: Slurm) -> None:
+def test_killed_worker_ends_the_job(slurm):
     job, workers = waiting(slurm)
     slurm("exec", "node2", "--", "kill", "-KILL", workers[0])
     slurm.wait_for_end(job)
@@ -192,7 +192,7 @@ def shards(slurm: Slurm, name: str) -> tuple[str, dict[str, object]]:
 
 
 @pytest.mark.soak
-def test_sharded_run_on_two_nodes_resumes_bitwise(slurm: Slurm) -> None:
+def test_sharded_run_on_two_nodes_resumes_bitwise(slurm):
     assert slurm.run(*sharded(slurm, "whole")).endswith("code=0\n")
     job = slurm.submit(*sharded(slurm, "cut"))
     slurm.until(lambda: (slurm.output.parent / "cut/checkpoints/step-0000000100").exists())
@@ -208,7 +208,7 @@ def test_sharded_run_on_two_nodes_resumes_bitwise(slurm: Slurm) -> None:
 
 
 @pytest.mark.soak
-def test_run_folder_of_one_node_alone_is_refused(slurm: Slurm) -> None:
+def test_run_folder_of_one_node_alone_is_refused(slurm):
     folder = slurm.output.parent / "unshared"
     folder.mkdir()
     folder.chmod(0o1777)

@@ -119,9 +119,7 @@ def containers() -> list[str]:
     return [line.split()[0] for line in lines if "imgkit-test-slow" in line]
 
 
-def test_base_resolves_a_lock_that_holds_no_password(
-    index: Index, standin_notorch: str, tmp_path: Path
-) -> None:
+def test_base_resolves_a_lock_that_holds_no_password(index, standin_notorch, tmp_path):
     file = recipe(tmp_path, index, "imgkit-test-two<1.5", "imgkit-test-one")
     answer = imgkit_json("lock", file, "--base", standin_notorch)
     part = locked(file)
@@ -138,7 +136,7 @@ def test_base_resolves_a_lock_that_holds_no_password(
 
 
 @pytest.mark.soak
-def test_versions_stay_until_an_upgrade(index: Index, standin_notorch: str, tmp_path: Path) -> None:
+def test_versions_stay_until_an_upgrade(index, standin_notorch, tmp_path):
     file = recipe(tmp_path, index, "imgkit-test-one==1.0, imgkit-test-two<1.5")
     imgkit_json("lock", file, "--base", standin_notorch)
     recipe(tmp_path, index, "imgkit-test-one, imgkit-test-two")
@@ -153,7 +151,7 @@ def test_versions_stay_until_an_upgrade(index: Index, standin_notorch: str, tmp_
 
 
 @pytest.mark.soak
-def test_source_is_refused_and_its_wheel_kept(index: Index, standin_notorch: str, tmp_path: Path) -> None:
+def test_source_is_refused_and_its_wheel_kept(index, standin_notorch, tmp_path):
     file = recipe(tmp_path, index, "imgkit-test-built", "imgkit-test-one")
     refused = imgkit("lock", file, "--base", standin_notorch)
     assert refused.returncode == 2
@@ -181,9 +179,7 @@ def test_source_is_refused_and_its_wheel_kept(index: Index, standin_notorch: str
 
 @pytest.mark.soak
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_lock_leaves_nothing(
-    index: Index, standin_notorch: str, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_interrupted_lock_leaves_nothing(index, standin_notorch, tmp_path, number):
     file = recipe(tmp_path, index, "imgkit-test-slow")
     requested = threading.Event()
     released = threading.Event()
@@ -207,9 +203,7 @@ def test_interrupted_lock_leaves_nothing(
 
 
 @pytest.mark.soak
-def test_unknown_package_is_named_with_the_words_of_pip(
-    index: Index, standin_notorch: str, tmp_path: Path
-) -> None:
+def test_unknown_package_is_named_with_the_words_of_pip(index, standin_notorch, tmp_path):
     file = recipe(tmp_path, index, "imgkit-test-one", "imgkit-test-nine")
     result = imgkit("lock", file, "--base", standin_notorch)
     assert result.returncode == 2

@@ -116,7 +116,7 @@ def index_server(site: Site, folder: Path) -> Iterator[None]:
             server.terminate()
 
 
-def test_packages_come_first_on_two_nodes(site: Site, folder: Path) -> None:
+def test_packages_come_first_on_two_nodes(site, folder):
     image = ("--image", "pytorch.sif")
     add = ("add", "lib", *image, "--wheels", "wheels", "-o", "extra.sqsh")
     expect_success(site.imgkit(*add))
@@ -129,7 +129,7 @@ def test_packages_come_first_on_two_nodes(site: Site, folder: Path) -> None:
     assert (folder / "extra.sqsh").stat().st_uid != 0
 
 
-def test_packages_of_a_project_are_made_when_they_change(site: Site, folder: Path) -> None:
+def test_packages_of_a_project_are_made_when_they_change(site, folder):
     """The index is on the login node, and a variable of the user names it."""
     write_links(folder / "wheels", sorted((folder / "wheels").glob("lib-*.whl")))
     (folder / "simple").mkdir()
@@ -167,7 +167,7 @@ def far(site: Site) -> Iterator[FarSite]:
 
 
 @pytest.mark.sshd
-def test_packages_stay_beside_their_image_on_a_remote(site: Site, folder: Path, far: FarSite) -> None:
+def test_packages_stay_beside_their_image_on_a_remote(site, folder, far):
     wheel = f"http://localhost:{PORT}/wheels/lib-2.0-py3-none-any.whl"
     (far.folder / "imgkit.toml").write_text(f'code = "."\npackages = ["lib @ {wheel}"]\n')
     job = ("run", "pytorch.sif", "--on", "far", "--time", "5m", "--nodes", "2")
@@ -186,7 +186,7 @@ def test_packages_stay_beside_their_image_on_a_remote(site: Site, folder: Path, 
 
 
 @pytest.mark.sshd
-def test_wheels_here_become_packages_on_a_remote(folder: Path, far: FarSite) -> None:
+def test_wheels_here_become_packages_on_a_remote(folder, far):
     """The login node needs no network, and the image is sent to nobody."""
     (far.folder / "imgkit.toml").unlink(missing_ok=True)
     (far.folder / "requirements.txt").write_text("-r base.txt\n")
@@ -205,7 +205,7 @@ def test_wheels_here_become_packages_on_a_remote(folder: Path, far: FarSite) -> 
 
 
 @pytest.mark.sshd
-def test_package_that_a_remote_cannot_install_is_refused(site: Site, far: FarSite) -> None:
+def test_package_that_a_remote_cannot_install_is_refused(site, far):
     (far.folder / "imgkit.toml").write_text('packages = ["torch<2"]\n')
     result = far.imgkit("run", "pytorch.sif", "--on", "far", "--time", "5m", "--", "true")
     assert result.returncode == 2
@@ -238,12 +238,12 @@ def refused(folder: Path, *args: object, code: int = 2) -> str:
         ("foreign", f"on {platform.machine()}"),  # a wheel for another architecture
     ],
 )
-def test_package_that_does_not_fit_is_refused(folder: Path, package: str, message: str) -> None:
+def test_package_that_does_not_fit_is_refused(folder, package, message):
     assert message in refused(folder, package)
 
 
 @pytest.mark.qemu
-def test_pip_of_an_arm64_image_runs_under_qemu(standin_arm64_notorch: str, tmp_path: Path) -> None:
+def test_pip_of_an_arm64_image_runs_under_qemu(standin_arm64_notorch, tmp_path):
     write_wheel(tmp_path, "plain", "1.0")
     image = tmp_path / "arm.sif"
     imgkit_json("sif", standin_arm64_notorch, "--no-test", "-o", image)
@@ -252,14 +252,14 @@ def test_pip_of_an_arm64_image_runs_under_qemu(standin_arm64_notorch: str, tmp_p
     assert [package["name"] for package in added["record"]["packages"]] == ["plain"]
 
 
-def test_image_without_pip_is_refused(folder: Path) -> None:
+def test_image_without_pip_is_refused(folder):
     hidden = {"SINGULARITY_BIND": "/var/empty:/usr/lib/python3/dist-packages/pip"}
     Path("/var/empty").mkdir(exist_ok=True)
     result = imgkit("add", "lib", "--image", folder / "pytorch.sif", env=hidden)
     assert "the image has no pip" in result.stderr
 
 
-def test_folder_of_others_is_refused(folder: Path, user: str) -> None:
+def test_folder_of_others_is_refused(folder, user):
     (folder / "closed").mkdir(mode=0o755)
     as_user = imgkit_as(("runuser", "-u", user, "--"), {"HOME": "/nonexistent"})
     target = folder / "closed/x.sqsh"
@@ -268,14 +268,14 @@ def test_folder_of_others_is_refused(folder: Path, user: str) -> None:
     assert list((folder / "closed").iterdir()) == []
 
 
-def test_full_disk_leaves_nothing(folder: Path, tmp_path: Path) -> None:
+def test_full_disk_leaves_nothing(folder, tmp_path):
     with small_disk(tmp_path / "disk", 40) as disk:
         message = refused(folder, "lib", "-o", disk / "x.sqsh", code=4)
         assert f"the disk of {disk} is full" in message
         assert list(disk.iterdir()) == []
 
 
-def test_second_process_is_refused_and_a_killed_one_mended(folder: Path, tmp_path: Path) -> None:
+def test_second_process_is_refused_and_a_killed_one_mended(folder, tmp_path):
     target = tmp_path / "x.sqsh"
     argv = [
         *IMGKIT,

@@ -34,7 +34,7 @@ def run_job(project: Path, hub: Hub, hf_home: Path) -> Done:
     return run(*IMGKIT, "run", "--runtime", "host", folder=project, env=env)
 
 
-def test_two_runs_at_once_share_one_download(project: Path, hub: Hub, tmp_path: Path) -> None:
+def test_two_runs_at_once_share_one_download(project, hub, tmp_path):
     results: list[Done] = []
     threads = [
         threading.Thread(target=lambda: results.append(run_job(project, hub, tmp_path / "hf")))
@@ -52,7 +52,7 @@ def test_two_runs_at_once_share_one_download(project: Path, hub: Hub, tmp_path: 
     assert folders == list(hub.repos["me/tiny"].commits)
 
 
-def test_full_disk_is_named_and_a_larger_one_is_enough(project: Path, hub: Hub, tmp_path: Path) -> None:
+def test_full_disk_is_named_and_a_larger_one_is_enough(project, hub, tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
     output("mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk)

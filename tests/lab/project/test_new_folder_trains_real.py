@@ -51,7 +51,7 @@ def train_argv(folder: Path, image: str, name: str) -> list[str]:
     return [*start, *mounted, *env, image, *launcher, *train]
 
 
-def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder: Path, standin: str) -> None:
+def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder, standin):
     undisturbed = expect_success(run(*train_argv(folder, standin, "whole")))
     train, run_folder = train_argv(folder, standin, "cut"), folder / "runs/cut"
 
@@ -111,7 +111,7 @@ def kill(cluster: Cluster, node: str, program: str) -> None:
     assert cluster("exec", node, "--", "kill", "-KILL", pids[-1]).returncode == 0
 
 
-def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin: str) -> None:
+def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin):
     """The weights are the same after a stop, a killed worker, a requeue by hand, and a killed launcher."""
     root, name = Path(f"/tmp/imgkit-new-{os.getpid()}"), f"new{os.getpid()}"
     cluster = Cluster(state=root / "c")

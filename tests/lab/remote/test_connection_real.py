@@ -49,7 +49,7 @@ def rows(far: FarHost) -> dict[str, dict[str, str]]:
     return {row["name"]: row for row in json.loads(result.stdout)["checks"]}
 
 
-def test_check_logs_in_once_and_reports(far: FarHost, tmp_path: Path) -> None:
+def test_check_logs_in_once_and_reports(far, tmp_path):
     with sshd(far):
         add(far, tmp_path / "my imgkit")
         checks = rows(far)
@@ -60,7 +60,7 @@ def test_check_logs_in_once_and_reports(far: FarHost, tmp_path: Path) -> None:
     assert list((tmp_path / "my imgkit").iterdir()) == []
 
 
-def test_second_command_shares_the_connection(far: FarHost, tmp_path: Path) -> None:
+def test_second_command_shares_the_connection(far, tmp_path):
     with sshd(far):
         add(far, tmp_path / "x")
         for _ in range(2):
@@ -71,7 +71,7 @@ def test_second_command_shares_the_connection(far: FarHost, tmp_path: Path) -> N
         assert far.imgkit("remote", "disconnect", "mine").stdout == "no connection to mine was open\n"
 
 
-def test_each_command_connects_alone_without_a_folder_for_sockets(far: FarHost, tmp_path: Path) -> None:
+def test_each_command_connects_alone_without_a_folder_for_sockets(far, tmp_path):
     with sshd(far):
         add(far, tmp_path / "x", "--idle-timeout", "0")
         for _ in range(2):
@@ -80,9 +80,7 @@ def test_each_command_connects_alone_without_a_folder_for_sockets(far: FarHost, 
 
 
 @pytest.mark.parametrize("shell", ["/bin/sh", "csh"])
-def test_files_come_and_go_behind_a_banner(
-    far: FarHost, tmp_path: Path, shell: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_come_and_go_behind_a_banner(far, tmp_path, shell, monkeypatch):
     """The run folder has what a run has: a secret, a checkpoint, a link, a fifo and names for no shell."""
     if not shutil.which(shell):
         pytest.skip(f"no {shell}")
@@ -130,7 +128,7 @@ def test_files_come_and_go_behind_a_banner(
     assert "store" not in "".join(far.calls())
 
 
-def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) -> None:
+def test_login_shell_that_runs_nothing_is_named(far, tmp_path):
     with sshd(far, forced=["/bin/echo", "This account is currently not available."]):
         add(far, tmp_path / "x")
         result = far.imgkit("doctor", "--on", "mine")
@@ -141,7 +139,7 @@ def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("is_known", "hint"), [(True, "ssh-keygen -R far"), (False, "check the key that it shows")]
 )
-def test_host_with_another_key_is_refused(far: FarHost, tmp_path: Path, is_known: bool, hint: str) -> None:
+def test_host_with_another_key_is_refused(far, tmp_path, is_known, hint):
     with sshd(far):
         add(far, tmp_path / "x")
         if is_known:
@@ -154,7 +152,7 @@ def test_host_with_another_key_is_refused(far: FarHost, tmp_path: Path, is_known
     assert not (tmp_path / "x").exists()
 
 
-def test_password_is_not_asked_for_without_a_terminal(far: FarHost, tmp_path: Path) -> None:
+def test_password_is_not_asked_for_without_a_terminal(far, tmp_path):
     with sshd(far, "PasswordAuthentication yes"):
         add(far, tmp_path / "x")
         (far.folder / "authorized").write_text("")
@@ -202,7 +200,7 @@ def at_terminal(far: FarHost, *args: str, answer: str) -> tuple[int, str]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service of its own needs root")
-def test_second_factor_is_asked_once(far: FarHost, tmp_path: Path) -> None:
+def test_second_factor_is_asked_once(far, tmp_path):
     with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
         _, seen = at_terminal(far, "doctor", "--on", "mine", answer=CODE)
@@ -213,7 +211,7 @@ def test_second_factor_is_asked_once(far: FarHost, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service of its own needs root")
-def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Path) -> None:
+def test_second_factor_is_refused_without_a_terminal(far, tmp_path):
     with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
         result = far.imgkit("doctor", "--on", "mine")
@@ -229,7 +227,7 @@ def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Pat
     assert "the key was accepted, the second factor was not: ssh far true" in seen
 
 
-def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> None:
+def test_host_that_does_not_answer_is_named(far, tmp_path):
     with sshd(far):
         add(far, tmp_path / "x")
     result = far.imgkit("doctor", "--on", "mine")
@@ -239,7 +237,7 @@ def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("folder", ["/proc/imgkit", "/dev/null/x"])
-def test_folder_that_cannot_be_made_fails_the_check(far: FarHost, folder: str) -> None:
+def test_folder_that_cannot_be_made_fails_the_check(far, folder):
     with sshd(far):
         add(far, Path(folder))
         result = far.imgkit("doctor", "--on", "mine")
@@ -247,7 +245,7 @@ def test_folder_that_cannot_be_made_fails_the_check(far: FarHost, folder: str) -
     assert f"{folder} cannot be used" in result.stdout
 
 
-def test_missing_scheduler_fails_the_check(far: FarHost, tmp_path: Path) -> None:
+def test_missing_scheduler_fails_the_check(far, tmp_path):
     with sshd(far):
         add(far, tmp_path / "x", "--recipe", "lambda")
         result = far.imgkit("doctor", "--on", "mine")
@@ -282,7 +280,7 @@ def login_shell(far: FarHost, **programs: str) -> list[str]:
     return [str(shell)]
 
 
-def test_login_node_needs_no_python(far: FarHost, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_login_node_needs_no_python(far, tmp_path, monkeypatch):
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 20.11")):
         add(far, tmp_path / "a b")
         checks = rows(far)
@@ -296,7 +294,7 @@ def test_login_node_needs_no_python(far: FarHost, tmp_path: Path, monkeypatch: p
         assert gc.find_unused(reached, 30).folders == ()
 
 
-def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tmp_path: Path) -> None:
+def test_archive_that_nothing_here_converts_names_the_way_there(far, tmp_path):
     tiny_image.write(tmp_path / "my tiny.tar", "tiny:1")
     env = {"PATH": f"{far.folder}/bin", "DOCKER_HOST": f"unix://{tmp_path}/no.sock"}
     for name in ("setsid", "sh"):
@@ -311,7 +309,7 @@ def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tm
     assert not list((tmp_path / "a b/images").iterdir())
 
 
-def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:
+def test_missing_tool_is_named(far, tmp_path):
     forced = login_shell(far)
     for tool in ("sha256sum", "rsync"):
         (far.folder / "tools" / tool).unlink()
@@ -323,7 +321,7 @@ def test_missing_tool_is_named(far: FarHost, tmp_path: Path) -> None:
     assert "dnf install" in checks["tools"]["hint"]
 
 
-def test_what_a_cluster_has_is_reported(far: FarHost, tmp_path: Path) -> None:
+def test_what_a_cluster_has_is_reported(far, tmp_path):
     fakes = {
         "quota": 'echo "other 1G 2G 3G"; echo "$(df -P . | tail -n 1 | cut -d " " -f 1) 120G 400G"',
         "sbatch": "echo slurm 23.02.7",
@@ -362,13 +360,13 @@ echo "{}"
     ],
     ids=["limits of all users", "long name"],
 )
-def test_quota_of_lustre_is_reported(far: FarHost, tmp_path: Path, text: str, quota: str) -> None:
+def test_quota_of_lustre_is_reported(far, tmp_path, text, quota):
     with sshd(far, forced=login_shell(far, lfs=FAKE_OF_LFS.format(text), sbatch="echo slurm")):
         add(far, tmp_path / "x")
         assert rows(far)["folder"]["found"].endswith(f"; quota: {quota}")
 
 
-def test_scheduler_that_does_not_answer_fails_the_check(far: FarHost, tmp_path: Path) -> None:
+def test_scheduler_that_does_not_answer_fails_the_check(far, tmp_path):
     with sshd(far, forced=login_shell(far, sbatch="echo no configuration >&2; exit 1")):
         add(far, tmp_path / "x")
         checks = rows(far)
@@ -377,7 +375,7 @@ def test_scheduler_that_does_not_answer_fails_the_check(far: FarHost, tmp_path: 
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
-def test_two_users_keep_apart_below_one_folder(far: FarHost) -> None:
+def test_two_users_keep_apart_below_one_folder(far):
     parent = public_folder("two")
     parent.chmod(0o1777)
     has_room = shutil.disk_usage(parent).free >= check._LOW_SPACE_BYTES

@@ -43,7 +43,7 @@ def send(home: Path, data: DataFolder, *earlier: str) -> Path:
 
 
 @pytest.mark.usefixtures("far")
-def test_two_runs_that_send_at_once_share_one_folder(tmp_path: Path, data: DataFolder) -> None:
+def test_two_runs_that_send_at_once_share_one_folder(tmp_path, data):
     home, targets = tmp_path / "my store", []
     threads = [threading.Thread(target=lambda: targets.append(send(home, data))) for _ in range(3)]
     for thread in threads:
@@ -56,7 +56,7 @@ def test_two_runs_that_send_at_once_share_one_folder(tmp_path: Path, data: DataF
 
 
 @pytest.mark.usefixtures("far")
-def test_next_version_needs_room_for_what_changed_alone(tmp_path: Path, data: DataFolder) -> None:
+def test_next_version_needs_room_for_what_changed_alone(tmp_path, data):
     """Linked files take no room, so their size is no reason to refuse; a disk that fills up is one."""
     disk = tmp_path / "disk"
     disk.mkdir()

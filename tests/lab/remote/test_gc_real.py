@@ -64,7 +64,7 @@ def reach(far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch) -> connect
     return connection.connect(Remote(name="mine", address="far", folder=str(store)))
 
 
-def test_only_old_images_and_code_of_imgkit_go(far: FarHost, store: Path) -> None:
+def test_only_old_images_and_code_of_imgkit_go(far, store):
     removed = [
         put_image(store / "images" / IMAGE),
         put_image(store / "images/.incoming" / IMAGE, ".image.sif.AbCdEf"),
@@ -95,9 +95,7 @@ def test_only_old_images_and_code_of_imgkit_go(far: FarHost, store: Path) -> Non
     assert collected(far, "--delete").stdout == "nothing is unused; 1 in use\n"
 
 
-def test_image_that_is_chosen_meanwhile_stays(
-    far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_that_is_chosen_meanwhile_stays(far, store, monkeypatch):
     image = put_image(store / "images" / IMAGE)
     connected = reach(far, store, monkeypatch)
     unused = gc.find_unused(connected, 30)
@@ -107,9 +105,7 @@ def test_image_that_is_chosen_meanwhile_stays(
     assert [path.name for path in image.parent.iterdir()] == [IMAGE]
 
 
-def test_two_removals_at_once_do_not_collide(
-    far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_removals_at_once_do_not_collide(far, store, monkeypatch):
     for letter in "0123456789abcdef":
         put_image(store / "images" / (letter * 64 + IMAGE[64:]))
     connected = reach(far, store, monkeypatch)
@@ -127,13 +123,13 @@ def test_two_removals_at_once_do_not_collide(
     assert [path for path in store.rglob("*") if path.is_file()] == []
 
 
-def test_what_a_killed_removal_put_aside_goes_later(far: FarHost, store: Path) -> None:
+def test_what_a_killed_removal_put_aside_goes_later(far, store):
     aside = put_image(store / "images" / f".{IMAGE}.gone")
     assert "1 removed" in collected(far, "--delete").stdout
     assert not aside.exists()
 
 
-def test_jobs_of_a_silent_scheduler_keep_their_images(far: FarHost, store: Path) -> None:
+def test_jobs_of_a_silent_scheduler_keep_their_images(far, store):
     image = put_image(store / "images" / IMAGE)
     put_file(store / "jobs/7", f"slurm\nx\nimages/{IMAGE}/image.sif\n")
     result = collected(far, "--delete")
@@ -141,9 +137,7 @@ def test_jobs_of_a_silent_scheduler_keep_their_images(far: FarHost, store: Path)
     assert "what any job there names counts as in use: squeue failed with exit code" in result.stderr
 
 
-def test_new_image_of_a_project_replaces_older_ones(
-    far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_image_of_a_project_replaces_older_ones(far, store, monkeypatch):
     images = [remote_image(letter) for letter in "edcb"]
     for image in images:
         put_image(store / "images" / image.name)
@@ -162,14 +156,14 @@ def test_new_image_of_a_project_replaces_older_ones(
     )
 
 
-def test_store_that_is_not_there_is_empty(far: FarHost, store: Path) -> None:
+def test_store_that_is_not_there_is_empty(far, store):
     subprocess.run(["rm", "-rf", store], check=True)
     assert collected(far, "--delete").stdout == "nothing is unused; 0 in use\n"
     assert not store.exists()
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "x"])
-def test_days_must_be_a_number_above_zero(far: FarHost, store: Path, days: str) -> None:
+def test_days_must_be_a_number_above_zero(far, store, days):
     result = far.imgkit("remote", "gc", "mine", "--days", days, "--delete")
     assert result.returncode == 2
     assert "--days" in result.stderr

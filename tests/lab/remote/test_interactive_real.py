@@ -74,7 +74,7 @@ def queue(site: FarSite) -> str:
     return site.cluster("squeue", "--noheader").stdout.strip()
 
 
-def test_shell_on_a_node_has_the_code_and_the_terminal(site: FarSite) -> None:
+def test_shell_on_a_node_has_the_code_and_the_terminal(site):
     with at_terminal(site, "--code", "code", "--env", "TOKEN", "--env", "WORD=a  b'c") as terminal:
         wait_for_prompt(terminal)
         terminal.type('echo "$(hostname) $PWD [$WORD] ${#TOKEN}"; python3 train.py\n')
@@ -98,7 +98,7 @@ def test_shell_on_a_node_has_the_code_and_the_terminal(site: FarSite) -> None:
     assert TOKEN not in terminal.text + "".join(site.far.calls())
 
 
-def test_command_runs_on_all_nodes_and_returns_its_code(site: FarSite) -> None:
+def test_command_runs_on_all_nodes_and_returns_its_code(site):
     # node1 fails last: srun would end a container of node2 that is still starting, and return its code.
     program = (
         'echo "from $(hostname)"; touch "at-$(hostname)"; [ "$(hostname)" = node1 ] || exit 0; '
@@ -110,7 +110,7 @@ def test_command_runs_on_all_nodes_and_returns_its_code(site: FarSite) -> None:
     assert "from node2" in terminal.text
 
 
-def test_interrupt_ends_a_shell_that_waits(site: FarSite) -> None:
+def test_interrupt_ends_a_shell_that_waits(site):
     with at_terminal(site, "--option=--hold") as terminal:
         terminal.read_until("queued and waiting for resources")
         terminal.type("\x03")
@@ -119,7 +119,7 @@ def test_interrupt_ends_a_shell_that_waits(site: FarSite) -> None:
     assert not [*site.store.rglob(".interactive.*")]
 
 
-def test_end_of_the_allocation_ends_the_shell(site: FarSite) -> None:
+def test_end_of_the_allocation_ends_the_shell(site):
     with at_terminal(site) as terminal:
         wait_for_prompt(terminal)
         cancel_job(site, terminal)
@@ -127,7 +127,7 @@ def test_end_of_the_allocation_ends_the_shell(site: FarSite) -> None:
     assert "has been revoked" in terminal.text
 
 
-def test_end_of_the_allocation_fails_a_command(site: FarSite) -> None:
+def test_end_of_the_allocation_fails_a_command(site):
     with at_terminal(site, "--", "sh", "-c", "echo $((40 + 2))x; sleep 600") as terminal:
         terminal.read_until("42x")
         cancel_job(site, terminal)
@@ -135,7 +135,7 @@ def test_end_of_the_allocation_fails_a_command(site: FarSite) -> None:
     assert "has been revoked" in terminal.text
 
 
-def test_lost_connection_ends_the_allocation(site: FarSite) -> None:
+def test_lost_connection_ends_the_allocation(site):
     with at_terminal(site) as terminal:
         wait_for_prompt(terminal)
         site.far.kill_master()
@@ -143,7 +143,7 @@ def test_lost_connection_ends_the_allocation(site: FarSite) -> None:
     until(lambda: not queue(site))
 
 
-def test_job_that_slurm_refuses_ends_with_its_message(site: FarSite) -> None:
+def test_job_that_slurm_refuses_ends_with_its_message(site):
     with at_terminal(site, "--option=--no-such-option") as terminal:
         assert terminal.wait() == 255
     assert "salloc: unrecognized option '--no-such-option'" in terminal.text

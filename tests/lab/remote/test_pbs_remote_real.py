@@ -83,7 +83,7 @@ def site(standin_notorch: str) -> Iterator[Site]:
             run("docker", "rmi", "--force", f"qsub{os.getpid()}:latest")
 
 
-def test_pbs_job_is_followed_to_its_end_and_fetched(site: Site) -> None:
+def test_pbs_job_is_followed_to_its_end_and_fetched(site):
     make = 'echo "$(hostname) has [$1]"; cd "$IMGKIT_RUN_DIR" && echo 1 > "of $(hostname)"'
     result = expect_success(site.run("--nodes", "2", "--", "sh", "-c", make, "x", "a  b'c"))
     assert {"node1 has [a  b'c]", "node2 has [a  b'c]"} <= set(result.stdout.splitlines())
@@ -98,7 +98,7 @@ def test_pbs_job_is_followed_to_its_end_and_fetched(site: Site) -> None:
     assert (site.store / "jobs" / match[1].partition("@")[0]).read_text().startswith("pbs\n")
 
 
-def test_pbs_job_is_seen_kept_and_cancelled(site: Site) -> None:
+def test_pbs_job_is_seen_kept_and_cancelled(site):
     result = expect_success(site.run("--detach", "--", "sleep", "500"))
     job = result.stdout.strip()
     status = expect_success(site.imgkit("status", job))
@@ -111,7 +111,7 @@ def test_pbs_job_is_seen_kept_and_cancelled(site: Site) -> None:
     assert site.imgkit("logs", job).returncode == 1
 
 
-def test_task_of_an_array_is_followed_and_fetched(site: Site) -> None:
+def test_task_of_an_array_is_followed_and_fetched(site):
     make = 'echo "task $PBS_ARRAY_INDEX"; echo "$PBS_ARRAY_INDEX" > "$IMGKIT_RUN_DIR/index"'
     result = expect_success(site.run("--option=-J", "--option=0-1", "--", "sh", "-c", make))
     array = result.stdout.strip()
@@ -126,12 +126,12 @@ def test_task_of_an_array_is_followed_and_fetched(site: Site) -> None:
     assert f"{array} completed" in site.imgkit("status", array).stdout
 
 
-def test_doctor_names_qsub(site: Site) -> None:
+def test_doctor_names_qsub(site):
     result = site.imgkit("doctor", "--on", "far")
     assert re.search(r"scheduler +pbs", result.stdout), result.stdout
 
 
-def test_failed_pbs_job_fails_the_command(site: Site) -> None:
+def test_failed_pbs_job_fails_the_command(site):
     result = site.run("--", "sh", "-c", "echo told; exit 3")
     assert "told" in result.stdout.splitlines()
     assert re.search(r"\d\.standin@far failed; imgkit resume .*; imgkit fetch", result.stderr)

@@ -138,7 +138,7 @@ def site(standin_notorch: str) -> Iterator[Site]:
         yield new_site
 
 
-def test_pods_run_the_sent_code_under_the_user_s_ids(site: Site) -> None:
+def test_pods_run_the_sent_code_under_the_user_s_ids(site):
     outputs = site.run_pods(site.submit())
     assert all("1 2 3" in text for text in outputs)
     (run_folder,) = (site.store / "runs").iterdir()
@@ -154,7 +154,7 @@ def test_pods_run_the_sent_code_under_the_user_s_ids(site: Site) -> None:
     assert (site.folder / "runs" / run_folder.name / "place-1").read_text() == f"{inside}/workspace"
 
 
-def test_resumed_pods_go_on_in_their_folder_with_today_s_code(site: Site) -> None:
+def test_resumed_pods_go_on_in_their_folder_with_today_s_code(site):
     site.run_pods(site.submit())
     (site.folder / "train.py").write_text(f'{PROGRAM}print("edited")\n')
     refused = site.imgkit("resume", "mlo", "--detach")
@@ -168,7 +168,7 @@ def test_resumed_pods_go_on_in_their_folder_with_today_s_code(site: Site) -> Non
     assert {path.lstat().st_uid for path in site.store.rglob("*")} == {site.user.pw_uid}
 
 
-def test_pod_under_other_ids_cannot_enter_the_store(site: Site) -> None:
+def test_pod_under_other_ids_cannot_enter_the_store(site):
     pod = site.start_pod(site.submit(), 0, user="4711:4711")
     text, _ = pod.communicate(timeout=120)
     assert pod.returncode != 0

@@ -108,7 +108,7 @@ def handle(result: Done) -> str:
     return match[1]
 
 
-def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
+def test_one_command_builds_sends_submits_and_follows(site):
     messages = (site.folder / "first.err").read_text()
     job_output = (site.folder / "first.out").read_text()
     assert sorted(job_output.splitlines()) == ["node1 has [a  b'c]", "node2 has [a  b'c]"]
@@ -125,7 +125,7 @@ RATES = (
 )
 
 
-def test_scaling_reads_the_runs_of_a_remote(site: Site) -> None:
+def test_scaling_reads_the_runs_of_a_remote(site):
     argv = ("scaling", site.sif.name, "--on", "far", "--time", "5m", "--nodes", "1,2", "--json")
     result = expect_success(site.imgkit(*argv, "--", "sh", "-c", RATES))
     report = json.loads(result.stdout)
@@ -136,7 +136,7 @@ def test_scaling_reads_the_runs_of_a_remote(site: Site) -> None:
     assert "to send: nothing" in result.stderr
 
 
-def test_run_without_a_change_sends_nothing(site: Site) -> None:
+def test_run_without_a_change_sends_nothing(site):
     before = len(site.far.calls())
     result = expect_success(site.run("--detach", "--", "true"))
     assert re.fullmatch(r"\d+@far\n", result.stdout)
@@ -147,12 +147,12 @@ def test_run_without_a_change_sends_nothing(site: Site) -> None:
 NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 
-def test_unchanged_recipe_needs_no_engine(site: Site) -> None:
+def test_unchanged_recipe_needs_no_engine(site):
     result = expect_success(site.from_recipe("--detach", "--", "true", **NO_ENGINE))
     assert "imgkit: to send: nothing; far has the image" in result.stderr
 
 
-def test_unchanged_recipe_needs_no_engine_on_another_machine(site: Site) -> None:
+def test_unchanged_recipe_needs_no_engine_on_another_machine(site):
     result = expect_success(
         site.from_recipe("--detach", "--", "true", **NO_ENGINE, XDG_CACHE_HOME=f"{site.folder}/no")
     )
@@ -165,7 +165,7 @@ def sent_MB(stderr: str) -> float:
     return float(match[1]) * {"bytes": 1e-6, "kB": 1e-3, "MB": 1}[match[2]]
 
 
-def test_edit_sends_the_changed_blocks(site: Site) -> None:
+def test_edit_sends_the_changed_blocks(site):
     recipe = next(site.folder.glob("line*.yaml"))
     before = site.sif.read_bytes()
     (site.folder / "note.txt").write_text("the edit\n")
@@ -213,7 +213,7 @@ def write_step(recipe: Path, command: str) -> None:
     recipe.write_text(RECIPE.replace("system:", f"  run: [{json.dumps(command)}]\nsystem:", 1))
 
 
-def test_first_run_of_another_project_sends_little(site: Site) -> None:
+def test_first_run_of_another_project_sends_little(site):
     with project(site, "other") as recipe:
         write_step(recipe, "echo other > /opt/other")
         result = run_project(site, recipe, "--", "cat", "/opt/other")
@@ -222,7 +222,7 @@ def test_first_run_of_another_project_sends_little(site: Site) -> None:
         assert sent_MB(result.stderr) < 0.05 * size / 1e6
 
 
-def test_third_image_of_a_project_replaces_the_first(site: Site) -> None:
+def test_third_image_of_a_project_replaces_the_first(site):
     notes = []
     with project(site, "three") as recipe:
         for count in range(3):
@@ -233,7 +233,7 @@ def test_third_image_of_a_project_replaces_the_first(site: Site) -> None:
         assert notes == [[], [], [recipe.stem]]
 
 
-def test_edit_and_commit_of_the_folder_change_no_image(site: Site) -> None:
+def test_edit_and_commit_of_the_folder_change_no_image(site):
     with project(site, "git") as recipe:
         folder = recipe.parent
         commit = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qam")
@@ -252,7 +252,7 @@ def test_edit_and_commit_of_the_folder_change_no_image(site: Site) -> None:
         assert output(*inspect) == image_id
 
 
-def test_waiting_job_keeps_its_image(site: Site) -> None:
+def test_waiting_job_keeps_its_image(site):
     result = expect_success(site.run("--detach", "--option=--hold", "--", "true"))
     number = result.stdout.partition("@")[0]
     image = site.store / (site.store / "jobs" / number).read_text().splitlines()[2]
@@ -272,7 +272,7 @@ def test_waiting_job_keeps_its_image(site: Site) -> None:
         image.touch()
 
 
-def test_array_waits_for_a_job_by_its_id_of_imgkit(site: Site) -> None:
+def test_array_waits_for_a_job_by_its_id_of_imgkit(site):
     first = expect_success(site.run("--detach", "--option=--hold", "--", "true")).stdout.strip()
     number = first.removesuffix("@far")
     options = (f"--option=--dependency=afterok:{first}", "--option=--array=0-1")
@@ -286,7 +286,7 @@ def test_array_waits_for_a_job_by_its_id_of_imgkit(site: Site) -> None:
     assert (followed.returncode, "task 1\n" in followed.stdout) == (0, True), followed.stderr
 
 
-def test_new_folder_runs_without_a_flag(site: Site) -> None:
+def test_new_folder_runs_without_a_flag(site):
     before = set(site.folder.iterdir())
     expect_success(site.imgkit("init", "--on", "far", "--time", "5m", "--nodes", "2"))
     try:
@@ -344,7 +344,7 @@ def code(site: Site) -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> None:
+def test_edited_line_of_code_is_what_the_job_runs(site, code):
     list_all = 'python3 train.py && cat "it\'s \\"b\\""/* && wc -c < table && ls && readlink away'
     write = "cd it* && echo more >> 'c d.txt' && mkdir out && echo 1 > out/result"
     command = ("--", "sh", "-c", f"dist-env > /dev/null && {list_all} && {write}")
@@ -378,7 +378,7 @@ def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> Non
     assert len(site.far.calls()) - before == 4  # look, send, publish, submit
 
 
-def test_data_is_sent_once_and_read_beside_the_code(site: Site, code: Path) -> None:
+def test_data_is_sent_once_and_read_beside_the_code(site, code):
     toml, numbers = site.folder / "imgkit.toml", site.folder / "my data/numbers"
     numbers.mkdir(parents=True)
     (numbers / "first").write_text("1\n")
@@ -416,7 +416,7 @@ def hub_env(site: Site, hub: Hub) -> dict[str, str]:
     return {"HF_ENDPOINT": hub.address, "HF_HOME": f"{site.folder}/hf", "HF_TOKEN": HUB_TOKEN}
 
 
-def test_model_of_the_hub_is_sent_once_with_its_links(site: Site, hub: Hub, tmp_path: Path) -> None:
+def test_model_of_the_hub_is_sent_once_with_its_links(site, hub, tmp_path):
     commit = next(iter(hub.repos["me/tiny"].commits))
     (tmp_path / "look").write_text(
         'echo "$HF_HOME $HF_HUB_CACHE $HF_HUB_OFFLINE"\n'
@@ -463,7 +463,7 @@ GPT2LMHeadModel(config).save_pretrained(sys.argv[1])
 
 
 @pytest.mark.soak
-def test_transformers_and_datasets_load_by_name_without_internet(site: Site, hub: Hub) -> None:
+def test_transformers_and_datasets_load_by_name_without_internet(site, hub):
     with project(site, "hub") as recipe:
         step = "pip:\n    - packages: [transformers==5.23.0, datasets==5.2.0]\nsystem:"
         recipe.write_text(RECIPE.replace("-notorch", "").replace("system:", f"  {step}", 1))
@@ -493,7 +493,7 @@ STEP = (
 )
 
 
-def test_stopped_run_goes_on_with_the_edited_code(site: Site, code: Path) -> None:
+def test_stopped_run_goes_on_with_the_edited_code(site, code):
     first = expect_success(site.run("--code", code, "--detach", "--", "sh", "-c", STEP)).stdout.strip()
     number = first.partition("@")[0]
     until(lambda: [*site.store.glob(f"runs/*-{number}/workspace/step")])
@@ -547,7 +547,7 @@ print(open("../train.py").read())
 """
 
 
-def test_run_with_many_files_is_fetched_and_goes_on(site: Site, code: Path) -> None:
+def test_run_with_many_files_is_fetched_and_goes_on(site, code):
     (code / "make files.py").write_text(MAKE_FILES)
     first = handle(expect_success(site.run("--code", code, "--", "python3", "make files.py")))
     fetched = expect_success(site.imgkit("fetch"))
@@ -560,7 +560,7 @@ def test_run_with_many_files_is_fetched_and_goes_on(site: Site, code: Path) -> N
     assert resumed.stdout.splitlines() == ["20000", "secnd"]
 
 
-def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
+def test_code_lies_over_that_of_the_image(site, code):
     recipe = next(site.folder.glob("line*.yaml"))
     (site.folder / "train.py").write_text("print('of the image')\n")
     copied = (
@@ -576,14 +576,14 @@ def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
         recipe.write_text(RECIPE)
 
 
-def test_failed_job_fails_the_command(site: Site) -> None:
+def test_failed_job_fails_the_command(site):
     result = site.run("--", "sh", "-c", "echo told; exit 3")
     assert result.returncode == 1
     assert result.stdout.startswith("told\n")
     assert re.search(r"(\d+@far) failed with exit code 3; imgkit resume \1; imgkit fetch \1\n", result.stderr)
 
 
-def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
+def test_interrupt_leaves_the_job_and_says_how_to_come_back(site):
     argv = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m", "--", "sh", "-c", SLOW)
     with subprocess.Popen(
         argv,
@@ -623,7 +623,7 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
     assert logs.stdout.startswith("line 1\nline 2\n")
 
 
-def test_waiting_job_says_why(site: Site) -> None:
+def test_waiting_job_says_why(site):
     file = site.folder / "held.err"
     command = ("run", site.sif.name, "--on", "far", "--time", "5m", "--option=--hold", "--", "echo", "ran")
     with file.open("wb") as messages:
@@ -645,12 +645,12 @@ def test_waiting_job_says_why(site: Site) -> None:
     assert len(reason.findall(file.read_text())) == 1
 
 
-def test_nothing_is_left_on_the_login_node(site: Site) -> None:
+def test_nothing_is_left_on_the_login_node(site):
     site.run("--", "true")
     until(lambda: not [row for row in site.cluster.ps("args", "login") if row.startswith(("tail", "cat"))])
 
 
-def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
+def test_lost_connection_is_made_again_without_a_lost_line(site):
     args = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m")
     counted = 'for i in $(seq 12); do echo "line $i"; sleep 0.5; done'
     output_file = site.folder / "told"
@@ -674,7 +674,7 @@ def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
     assert "the connection was lost, and imgkit connects again" in messages
 
 
-def test_fetch_brings_what_is_new(site: Site) -> None:
+def test_fetch_brings_what_is_new(site):
     make = (
         'cd "$IMGKIT_RUN_DIR"; mkdir -p checkpoints/step-1 "a b"; echo state > checkpoints/step-1/w;'
         ' echo 1 > "a b/c";'
@@ -737,7 +737,7 @@ def python(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
         login("sh", "-c", 'umount -l "$@"; rm -rf /run/hidden /run/called', "sh", *folders)
 
 
-def test_login_node_without_a_usable_python_runs_jobs(site: Site, python: str) -> None:
+def test_login_node_without_a_usable_python_runs_jobs(site, python):
     for path in (site.store / "images").iterdir():
         shutil.rmtree(path)
     result = expect_success(
@@ -755,7 +755,7 @@ def list_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 
-def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
+def test_no_text_holds_the_value_of_a_variable(site):
     result = site.run("--env", "TOKEN", "--", "sh", "-c", 'echo "${#TOKEN} letters"', TOKEN=TOKEN)
     assert result.stdout == f"{len(TOKEN)} letters\n"
     number = handle(result).partition("@")[0]
@@ -781,7 +781,7 @@ def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
     ],
     ids=lambda part: part[0] if isinstance(part, tuple) else "",
 )
-def test_refused_run_says_why(site: Site, args: tuple[str, ...], code: int, message: str) -> None:
+def test_refused_run_says_why(site, args, code, message):
     result = site.run(*args)
     assert result.returncode == code, result.stderr
     assert message in result.stderr
@@ -791,14 +791,14 @@ def test_refused_run_says_why(site: Site, args: tuple[str, ...], code: int, mess
 @pytest.mark.parametrize(
     "args", [("rcp",), ("cpu", "--runtime", "singularity"), ("lambda", "--hosts", "a,b")]
 )
-def test_system_without_a_queue_is_refused(site: Site, args: tuple[str, ...]) -> None:
+def test_system_without_a_queue_is_refused(site, args):
     result = site.imgkit("run", *args, "--on", "far", "--", "dist-hello")
     assert result.returncode == 2, result.stderr
     assert "has no queue that takes a .sif over ssh" in result.stderr
 
 
 @pytest.mark.parametrize("form", ["archive", pytest.param("folder", marks=pytest.mark.soak)])
-def test_archive_becomes_a_sif_here_and_runs_there(site: Site, form: str) -> None:
+def test_archive_becomes_a_sif_here_and_runs_there(site, form):
     name = f"arc-{form}"
     tiny_image.write(site.folder / f"{name}.tar", f"{name}:1")
     if form == "folder":
@@ -814,14 +814,14 @@ def test_archive_becomes_a_sif_here_and_runs_there(site: Site, form: str) -> Non
     assert (planned.returncode, name in planned.stderr) == (0, True), planned.stderr
 
 
-def test_file_that_is_no_archive_is_refused(site: Site) -> None:
+def test_file_that_is_no_archive_is_refused(site):
     (site.folder / "no.tar").write_bytes(b"x" * 1024)
     result = site.imgkit("run", "no.tar", "--on", "far", "--time", "5m", "--", "true")
     assert (result.returncode, "no.tar" in result.stderr) == (1, True), result.stderr
     assert not (site.folder / "no.sif").exists()
 
 
-def test_remote_without_the_scheduler_is_refused(site: Site) -> None:
+def test_remote_without_the_scheduler_is_refused(site):
     name = f"pbs{os.getpid()}"
     (site.folder / f"{name}.yaml").write_text(RECIPE.replace("scheduler: slurm", "scheduler: pbs"))
     result = site.imgkit("run", f"./{name}.yaml", "--on", "far", "--base", BASE, "--", "true")

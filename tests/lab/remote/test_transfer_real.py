@@ -82,7 +82,7 @@ def sif(tmp_path: Path) -> Path:
     return small_sif.write(tmp_path / "x.sif", small_sif.ROOT + random.Random(7).randbytes(6 * MB + 123))  # noqa: S311
 
 
-def test_store_finds_the_image_that_it_was_send(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_store_finds_the_image_that_it_was_send(far, tmp_path, sif):
     folder = tmp_path / "my store"
     before = look(folder)
     assert (before.home, before.images, before.has_program) == (str(folder), (), True)
@@ -95,7 +95,7 @@ def test_store_finds_the_image_that_it_was_send(far: FarHost, tmp_path: Path, si
 
 
 @pytest.mark.parametrize("damage", ["cut", "text", "renamed", "no sif", "another version"])
-def test_damaged_note_does_not_count(far: FarHost, tmp_path: Path, sif: Path, damage: str) -> None:
+def test_damaged_note_does_not_count(far, tmp_path, sif, damage):
     folder = tmp_path / "s"
     target = send(folder, sif)
     note = target.with_name("image.json")
@@ -118,7 +118,7 @@ def edited(sif: Path) -> Path:
     return small_sif.write(sif.with_name("next.sif"), root)
 
 
-def test_next_version_sends_what_changed(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_next_version_sends_what_changed(far, tmp_path, sif):
     folder = tmp_path / "my store"
     older = send(folder, sif)
     (far.folder / "limits").write_text("")
@@ -150,9 +150,7 @@ def newer_rsync(tmp_path: Path) -> Path:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("side", ["here", "on the remote"])
-def test_next_version_sends_what_changed_by_another_rsync(
-    newer_rsync: Path, tmp_path: Path, sif: Path, monkeypatch: pytest.MonkeyPatch, side: str
-) -> None:
+def test_next_version_sends_what_changed_by_another_rsync(newer_rsync, tmp_path, sif, monkeypatch, side):
     paths = {"here": "", "on the remote": ""} | {side: f"{newer_rsync}:"}
     with (
         far_host(Path(f"/tmp/imgkit-rsync-{os.getpid()}")) as host,
@@ -179,7 +177,7 @@ def test_next_version_sends_what_changed_by_another_rsync(
     assert sent.new_bytes < MB // 2
 
 
-def test_basis_of_the_same_size_and_time_is_not_the_file(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_basis_of_the_same_size_and_time_is_not_the_file(far, tmp_path, sif):
     folder = tmp_path / "s"
     different = small_sif.write(
         tmp_path / "y.sif",
@@ -193,7 +191,7 @@ def test_basis_of_the_same_size_and_time_is_not_the_file(far: FarHost, tmp_path:
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 26))])
-def test_cut_of_a_next_version_does_not_lose_the_basis(far: FarHost, tmp_path: Path, seed: int) -> None:
+def test_cut_of_a_next_version_does_not_lose_the_basis(far, tmp_path, seed):
     chosen = random.Random(seed)  # noqa: S311
     rest = chosen.randbytes(12 * MB)
     sif = small_sif.write(tmp_path / "x.sif", small_sif.ROOT + chosen.randbytes(6 * MB) + rest)
@@ -241,9 +239,7 @@ def cuts(far: FarHost, seed: int, number: int, least: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_cut_transfer_goes_on_where_it_ended(
-    far: FarHost, tmp_path: Path, large_sif: Path, seed: int
-) -> None:
+def test_cut_transfer_goes_on_where_it_ended(far, tmp_path, large_sif, seed):
     cuts(far, seed, 3, LOST_BYTES + MB // 2)
     report = Notes()
     target = send(tmp_path / "s", large_sif, report)
@@ -253,7 +249,7 @@ def test_cut_transfer_goes_on_where_it_ended(
     assert_only(tmp_path / "s", target)
 
 
-def test_resumed_transfer_sends_only_the_rest(far: FarHost, tmp_path: Path, large_sif: Path) -> None:
+def test_resumed_transfer_sends_only_the_rest(far, tmp_path, large_sif):
     cuts(far, 1, 1, 9 * MB)
     target = send(tmp_path / "s", large_sif)
     assert target.read_bytes() == large_sif.read_bytes()
@@ -262,9 +258,7 @@ def test_resumed_transfer_sends_only_the_rest(far: FarHost, tmp_path: Path, larg
 
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(20))
-def test_cut_at_any_moment_leaves_a_whole_file_or_none(
-    far: FarHost, tmp_path: Path, sif: Path, seed: int
-) -> None:
+def test_cut_at_any_moment_leaves_a_whole_file_or_none(far, tmp_path, sif, seed):
     cuts(far, seed, 6, 1000)
     target = tmp_path / "s" / store.describe_sif(sif).path
     for _ in range(7):
@@ -278,7 +272,7 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(
 
 
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
-def test_cut_folder_is_complete_or_absend(far: FarHost, tmp_path: Path, seed: int) -> None:
+def test_cut_folder_is_complete_or_absend(far, tmp_path, seed):
     folder, home = tmp_path / "my code", tmp_path / "s"
     (folder / "a\nb").mkdir(parents=True)
     (home / "code").mkdir(parents=True)
@@ -305,7 +299,7 @@ def test_cut_folder_is_complete_or_absend(far: FarHost, tmp_path: Path, seed: in
         assert (target / path.relative_to(folder)).read_bytes() == path.read_bytes()
 
 
-def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_file_goes_through_the_host_for_transfers(far, tmp_path, sif):
     (tmp_path / "s/images").mkdir(parents=True)
     before = len(far.calls())
     reached = connection.connect(
@@ -321,7 +315,7 @@ def test_file_goes_through_the_host_for_transfers(far: FarHost, tmp_path: Path, 
     assert far.master("check", "far2").returncode != 0
 
 
-def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_limited_transfer_takes_its_time(far, tmp_path, sif):
     (tmp_path / "images").mkdir()
     start_s = time.monotonic()
     limited = reach(tmp_path, bwlimit=3)
@@ -329,7 +323,7 @@ def test_limited_transfer_takes_its_time(far: FarHost, tmp_path: Path, sif: Path
     assert time.monotonic() - start_s >= 2
 
 
-def test_transfer_that_gets_nowhere_gives_up(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_transfer_that_gets_nowhere_gives_up(far, tmp_path, sif):
     folder = tmp_path / "s"
     (folder / "images").mkdir(parents=True)
     # By turns the script that looks how much has arrived, and rsync, which gets no connection.
@@ -341,7 +335,7 @@ def test_transfer_that_gets_nowhere_gives_up(far: FarHost, tmp_path: Path, sif: 
     assert send(folder, sif).read_bytes() == sif.read_bytes()
 
 
-def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_killed_transfer_is_finished_by_the_next(far, tmp_path, sif):
     folder = tmp_path / "s"
     slow = (
         "import sys; from pathlib import Path; sys.path[:0] = sys.argv[3:]\n"
@@ -371,7 +365,7 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
     assert report.texts[0].endswith("MB were sent before")
 
 
-def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_two_transfers_at_once_do_not_collide(far, tmp_path, sif):
     folder = tmp_path / "s"
     targets: list[Path] = []
     threads = [threading.Thread(target=lambda: targets.append(send(folder, sif))) for _ in range(3)]
@@ -385,7 +379,7 @@ def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif:
 
 
 @pytest.mark.parametrize("at", [".imgkit-part", "."])
-def test_damaged_part_is_corrected(far: FarHost, tmp_path: Path, sif: Path, at: str) -> None:
+def test_damaged_part_is_corrected(far, tmp_path, sif, at):
     """An edited file has the size and the time of the one here."""
     part = tmp_path / "s/images/.incoming" / store.describe_sif(sif).name / at / SIF
     part.parent.mkdir(parents=True)
@@ -396,7 +390,7 @@ def test_damaged_part_is_corrected(far: FarHost, tmp_path: Path, sif: Path, at: 
     assert_only(tmp_path / "s", target)
 
 
-def test_temporary_file_of_a_killed_rsync_is_used(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_temporary_file_of_a_killed_rsync_is_used(far, tmp_path, sif):
     folder = tmp_path / "s/images/.incoming" / store.describe_sif(sif).name
     folder.mkdir(parents=True)
     (folder / f".{SIF}.AbCdEf").write_bytes(sif.read_bytes()[: 4 * MB])
@@ -417,15 +411,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     output("umount", "--lazy", disk)
 
 
-def test_disk_without_room_is_refused_before_the_start(far: FarHost, small_disk: Path, sif: Path) -> None:
+def test_disk_without_room_is_refused_before_the_start(far, small_disk, sif):
     with pytest.raises(CheckFailed, match=r"but 4\.2 MB free"):
         send(small_disk, sif)
     assert stored(small_disk) == []
 
 
-def test_disk_that_fills_up_is_named(
-    far: FarHost, small_disk: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_that_fills_up_is_named(far, small_disk, sif, monkeypatch):
     monkeypatch.setattr(transfer, "free_bytes", lambda _: None)  # somebody else takes the room later
     with pytest.raises(CheckFailed, match="the disk of far is full") as caught:
         send(small_disk, sif)
@@ -434,7 +426,7 @@ def test_disk_that_fills_up_is_named(
     assert [path.name for path in (small_disk / "images").iterdir()] == [".incoming"]
 
 
-def test_changed_file_is_not_published(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def test_changed_file_is_not_published(far, tmp_path, sif):
     with sif.open("r+b") as stream:
         stream.seek(3 * MB)
         stream.write(b"x")
@@ -443,9 +435,7 @@ def test_changed_file_is_not_published(far: FarHost, tmp_path: Path, sif: Path) 
     assert stored(tmp_path / "s") == []
 
 
-def test_changed_file_is_not_published_without_openssl(
-    tmp_path: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_file_is_not_published_without_openssl(tmp_path, sif, monkeypatch):
     program = tmp_path / "bin/openssl"
     program.parent.mkdir()
     program.write_text("#!/bin/sh\nexit 1\n")

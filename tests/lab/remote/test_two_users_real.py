@@ -113,7 +113,7 @@ def at_once(people: tuple[Person, Person], *args: object) -> list[Done]:
         return list(pool.map(lambda person, secret: person.run(*args, SECRET=secret), people, secrets))
 
 
-def test_both_run_one_image_at_once(people: tuple[Person, Person]) -> None:
+def test_both_run_one_image_at_once(people):
     results = at_once(people, "--env", "SECRET", "--", "sh", "-c", WORK)
     for person, stranger, result in zip(people, reversed(people), results, strict=True):
         assert result.returncode == 0, result.stderr
@@ -138,7 +138,7 @@ def test_both_run_one_image_at_once(people: tuple[Person, Person]) -> None:
     assert TOKEN not in seen
 
 
-def test_wide_umask_opens_no_folder(people: tuple[Person, Person]) -> None:
+def test_wide_umask_opens_no_folder(people):
     person = people[0]
     first, folder = store(person), store(person).parent / "open"
     output("install", "-d", "-m", "0755", "-o", person.account, folder)
@@ -152,7 +152,7 @@ def test_wide_umask_opens_no_folder(people: tuple[Person, Person]) -> None:
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o777])
-def test_folder_of_another_user_is_refused(people: tuple[Person, Person], mode: int) -> None:
+def test_folder_of_another_user_is_refused(people, mode):
     person, stranger = people
     first, folder = store(person), store(person).parent / f"taken-{mode:o}"
     output("install", "-d", "-m", f"{mode:o}", "-o", stranger.account, folder)

@@ -51,11 +51,11 @@ def meet(nodes: Cluster, step_s: float = 0.8) -> list[tuple[int, str]]:
     return [(process.returncode, text) for process, text in zip(started, texts, strict=True)]
 
 
-def test_good_network_starts(nodes: Cluster) -> None:
+def test_good_network_starts(nodes):
     assert [code for code, _ in meet(nodes)] == [0, 0]
 
 
-def test_path_mtu_black_hole_is_refused(nodes: Cluster) -> None:
+def test_path_mtu_black_hole_is_refused(nodes):
     assert nodes("fault", "hole", "node2", 1400).returncode == 0
     for code, text in meet(nodes):
         assert code == 5, text
@@ -65,7 +65,7 @@ def test_path_mtu_black_hole_is_refused(nodes: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("block", "no answer within 0.8 s"), ("refuse", "refused")])
-def test_firewalled_ports_are_refused(nodes: Cluster, fault: str, reason: str) -> None:
+def test_firewalled_ports_are_refused(nodes, fault, reason):
     assert nodes("fault", fault, "node2", "32768-60999").returncode == 0
     for code, text in meet(nodes):
         assert code == 5, text
@@ -75,7 +75,7 @@ def test_firewalled_ports_are_refused(nodes: Cluster, fault: str, reason: str) -
 
 
 @pytest.mark.soak
-def test_lossy_network_is_not_refused(nodes: Cluster) -> None:
+def test_lossy_network_is_not_refused(nodes):
     assert nodes("fault", "loss", "node2", 2).returncode == 0
     for _ in range(10):
         assert [code for code, _ in meet(nodes, step_s=3.5)] == [0, 0]

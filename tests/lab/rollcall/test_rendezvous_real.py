@@ -79,7 +79,7 @@ ALONE = "start --nproc 2 &"
 @pytest.mark.parametrize(
     "ways", [TWO, pytest.param(ALONE, marks=pytest.mark.soak)], ids=["two nodes", "one node"]
 )
-def test_forged_state_of_the_rendezvous_runs_no_code(standin: str, ways: str) -> None:
+def test_forged_state_of_the_rendezvous_runs_no_code(standin, ways):
     result = in_image(standin, "bash", "-s", stdin=ATTACKED.replace("WAYS", ways))
     output = result.stdout
     assert "code of the stranger ran as: sort: cannot read: /tmp/ran" in output, output + result.stderr
@@ -127,7 +127,7 @@ touch /tmp/over
 
 
 @pytest.mark.soak
-def test_start_that_a_stranger_stalls_ends_in_time(standin: str) -> None:
+def test_start_that_a_stranger_stalls_ends_in_time(standin):
     attacked = STALLED.replace("ATTACK", "python3 /stranger.py &").replace("SLOW", "0")
     result = in_image(standin, "bash", "-s", stdin=attacked, timeout_s=120)
     output = result.stdout + result.stderr
@@ -140,7 +140,7 @@ def test_start_that_a_stranger_stalls_ends_in_time(standin: str) -> None:
 
 
 @pytest.mark.soak
-def test_slow_file_system_of_a_node_ends_no_start(standin: str) -> None:
+def test_slow_file_system_of_a_node_ends_no_start(standin):
     """Torchrun of node 2 is read for 16 s, longer than the limit of the rendezvous."""
     result = in_image(standin, "bash", "-s", stdin=STALLED.replace("ATTACK", "").replace("SLOW", "8"))
     assert {f"node {rank} ended with 0" in result.stdout for rank in range(3)} == {True}, (

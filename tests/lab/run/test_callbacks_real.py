@@ -121,7 +121,7 @@ for name in ("model.safetensors", "optimizer.bin", "custom_checkpoint_0.pkl"):
 
 @pytest.mark.docker
 @pytest.mark.soak
-def test_checkpoint_of_an_epochs_last_step_keeps_its_end(trainers: str, tmp_path: Path) -> None:
+def test_checkpoint_of_an_epochs_last_step_keeps_its_end(trainers, tmp_path):
     # The end of the epoch lowers the learning rate; it comes after this checkpoint.
     output = many(trainers, tmp_path, LAST_STEP)
     assert output.count(" is the same: True") == 3, output
@@ -146,7 +146,7 @@ assert start(2, loop, "run") == [2, 2]
 
 @pytest.mark.docker
 @pytest.mark.soak
-def test_loader_of_real_accelerate_is_refused(trainers: str, tmp_path: Path) -> None:
+def test_loader_of_real_accelerate_is_refused(trainers, tmp_path):
     output = many(trainers, tmp_path, PREPARED)
     assert output.count("DataLoaderShard is a loader that accelerate has prepared") == 2, output
     assert "use accelerate's own save_state with a LibraryCheckpoint" in output
@@ -155,7 +155,7 @@ def test_loader_of_real_accelerate_is_refused(trainers: str, tmp_path: Path) -> 
 @pytest.mark.docker
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_killed_and_stopped_program_resumes_bitwise(trainers: str, tmp_path: Path, name: str) -> None:
+def test_killed_and_stopped_program_resumes_bitwise(trainers, tmp_path, name):
     output = run_program(trainers, tmp_path, name, UNDER_DIST_RUN)
     for text in (
         "whole: 0",
@@ -173,7 +173,7 @@ def test_killed_and_stopped_program_resumes_bitwise(trainers: str, tmp_path: Pat
 @pytest.mark.docker
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program_stops_without_imgkits_launcher(trainers: str, tmp_path: Path, name: str) -> None:
+def test_program_stops_without_imgkits_launcher(trainers, tmp_path, name):
     output = run_program(trainers, tmp_path, name, WITHOUT_LAUNCHER)
     for text in ("resumed: 0", "whole: 0", "stopped: 85"):
         assert f"\n{text}\n" in f"\n{output}", (text, output)

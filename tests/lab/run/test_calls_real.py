@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from .test_run_real import many
@@ -51,7 +49,7 @@ def train(body, distributed=True):
 HINT = "call run.pause, run.save and the like on all ranks; let no rank leave a loop alone"
 
 
-def test_ranks_that_wait_in_different_calls_end_the_run(standin: str, tmp_path: Path) -> None:
+def test_ranks_that_wait_in_different_calls_end_the_run(standin, tmp_path):
     script = """
 assert start(2, lambda: train(pause), "pause") == [1, 1]
 assert start(2, lambda: train(stop), "stop") == [1, 1]
@@ -65,14 +63,14 @@ assert start(2, lambda: train(stop), "stop") == [1, 1]
         ) in output
 
 
-def test_rank_that_is_only_late_ends_nothing(standin: str, tmp_path: Path) -> None:
+def test_rank_that_is_only_late_ends_nothing(standin, tmp_path):
     script = """
 assert start(2, lambda: train(late, distributed=False), "late") == [0, 0]
 """
     assert "waited in different calls" not in many(standin, tmp_path, TRAINING + script)
 
 
-def test_calls_that_meet_are_refused_at_once(standin: str, tmp_path: Path) -> None:
+def test_calls_that_meet_are_refused_at_once(standin, tmp_path):
     script = """
 call_watch.LIMIT_S = 600.0
 def between(run):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from .test_run_real import many
@@ -60,7 +58,7 @@ assert start(1, lambda: scheduled(nested, [0]), "nested") == [0]
 """
 
 
-def test_scheduler_that_is_not_tracked_is_refused(standin: str, tmp_path: Path) -> None:
+def test_scheduler_that_is_not_tracked_is_refused(standin, tmp_path):
     output = many(standin, tmp_path, TRAINING + SCHEDULERS)
     assert "has trained" not in output.partition("so far nothing has run")[0]
     for kind in ("LambdaLR", "OneCycleLR", "SWALR", "ReduceLROnPlateau"):
@@ -125,7 +123,7 @@ for program in (cyclegan, recurrent):
 """
 
 
-def test_change_at_the_top_of_an_epoch_is_refused_within_a_pass(standin: str, tmp_path: Path) -> None:
+def test_change_at_the_top_of_an_epoch_is_refused_within_a_pass(standin, tmp_path):
     output = many(standin, tmp_path, TRAINING + TOP_OF_AN_EPOCH)
     for changed in ("optimizer, scheduler", "memory"):
         assert (
@@ -158,7 +156,7 @@ same("whole", "cut")
 """
 
 
-def test_save_before_the_last_change_of_an_epoch_keeps_it(standin: str, tmp_path: Path) -> None:
+def test_save_before_the_last_change_of_an_epoch_keeps_it(standin, tmp_path):
     output = many(standin, tmp_path, TRAINING + EARLY_SAVE)
     assert "run: resumes after step 6: " in output
 
@@ -191,7 +189,7 @@ same("8", "14")
 """
 
 
-def test_step_after_a_break_that_ended_the_run_is_refused(standin: str, tmp_path: Path) -> None:
+def test_step_after_a_break_that_ended_the_run_is_refused(standin, tmp_path):
     output = many(standin, tmp_path, TRAINING + BREAK)
     for steps in (8, 12):
         assert (
@@ -225,7 +223,7 @@ for first, then in ((None, lambda: {"shuffle": False}), (lambda: seeded(1), lamb
 """
 
 
-def test_other_sampler_seed_or_dtype_is_refused(standin: str, tmp_path: Path) -> None:
+def test_other_sampler_seed_or_dtype_is_refused(standin, tmp_path):
     output = many(standin, tmp_path, TRAINING + OTHERS)
     other_sampler = "run.steps: the pass of the loop without a name in the checkpoint had the sampler "
     for text in (
@@ -287,7 +285,7 @@ assert start(1, lambda: train(new_loaders), "new_loaders") == [0]
 """
 
 
-def test_second_loop_without_a_name_is_refused(standin: str, tmp_path: Path) -> None:
+def test_second_loop_without_a_name_is_refused(standin, tmp_path):
     output = many(standin, tmp_path, TRAINING + SEVERAL_LOOPS)
     names = "the loops at <string>:17 and <string>:18 have no names"
     loaders = ["the loop at <string>:22 has no name", "the loop at <string>:25 has no name"]
@@ -333,7 +331,7 @@ assert start(1, lambda: train(Pool()), "global") == [0]
 """
 
 
-def test_sampler_that_draws_from_global_numbers_is_reported(standin: str, tmp_path: Path) -> None:
+def test_sampler_that_draws_from_global_numbers_is_reported(standin, tmp_path):
     before, _, after = many(standin, tmp_path, TRAINING + LAZY_SAMPLERS).partition("so far without a warning")
     assert "warning: " not in before
     assert after.count("warning: ") == 1
@@ -359,7 +357,7 @@ assert start(1, gan, "run", at=2, how=signal.SIGTERM) == [85]
 """
 
 
-def test_save_waits_32_steps_for_gradients_that_nobody_uses(standin: str, tmp_path: Path) -> None:
+def test_save_waits_32_steps_for_gradients_that_nobody_uses(standin, tmp_path):
     output = many(standin, tmp_path, TRAINING + UNUSED_GRADIENTS)
     gradients = "optimizer.step() has used the gradients of optimizer_d"
     assert output.count(f"run: a save waits until an {gradients}, for at most 32 steps\n") == 1

@@ -7,8 +7,7 @@ engine's disk where torch comes with CUDA.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from labkit import docker, in_image, run
@@ -57,7 +56,7 @@ for hybrid in (False, True):
 """
 
 
-def test_old_torch_refuses_sharded_state_by_name(old: str, tmp_path: Path) -> None:
+def test_old_torch_refuses_sharded_state_by_name(old, tmp_path):
     output = many(old, tmp_path, REFUSED)
     version = old.split("-")[3]
     for name in ("model", "optimizer"):
@@ -96,7 +95,7 @@ assert both(20) == [1, 1]
 """
 
 
-def test_worker_ends_right_after_an_exchange(old: str, tmp_path: Path) -> None:
+def test_worker_ends_right_after_an_exchange(old, tmp_path):
     output = many(old, tmp_path, ENDING)
     assert output.count("KeyError: 'mine'") == 2, output
 
@@ -118,16 +117,12 @@ def test_worker_ends_right_after_an_exchange(old: str, tmp_path: Path) -> None:
     ],
     ids=lambda test: test.__name__.removeprefix("test_"),
 )
-def test_everything_else_works_with_old_torch(
-    old: str, tmp_path: Path, test: Callable[[str, Path], None]
-) -> None:
+def test_everything_else_works_with_old_torch(old, tmp_path, test):
     test(old, tmp_path)
 
 
 @pytest.mark.parametrize("optimizer", [("sgd", "--momentum", "0.9"), ("adamw",)], ids=lambda args: args[0])
-def test_dist_train_saves_and_exports_with_old_torch(
-    old: str, tmp_path: Path, optimizer: tuple[str, ...]
-) -> None:
+def test_dist_train_saves_and_exports_with_old_torch(old, tmp_path, optimizer):
     mounted = ("--volume", f"{tmp_path}:/runs", "--workdir", "/runs")
     app = ("python3", "-I", "-m", "imgkit_entrypoints", "dist-train")
     steps = ("--nproc", "2", "--steps", "4", "--run-dir", "own", "--optimizer", *optimizer)
@@ -137,5 +132,5 @@ def test_dist_train_saves_and_exports_with_old_torch(
     assert "tensors of step 4" in result.stdout
 
 
-def test_killed_loop_resumes_bitwise_with_old_torch(old: str, tmp_path: Path) -> None:
+def test_killed_loop_resumes_bitwise_with_old_torch(old, tmp_path):
     test_run_real.test_killed_and_stopped_loop_resumes_bitwise(old, tmp_path, 3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from .test_run_real import many
@@ -28,7 +26,7 @@ def cut_and_compare(name, ranks):
 """
 
 
-def test_program_resumes_bitwise(standin: str, tmp_path: Path) -> None:
+def test_program_resumes_bitwise(standin, tmp_path):
     names = [(name, 3 if name in ON_THREE else 2) for name in PROGRAMS]
     output = many(standin, tmp_path, CUT + f"for name, ranks in {names}:\n    cut_and_compare(name, ranks)\n")
     assert output.count("equal: ") == len(PROGRAMS), output
@@ -37,7 +35,7 @@ def test_program_resumes_bitwise(standin: str, tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_program_resumes_bitwise_wherever_it_is_cut(standin: str, tmp_path: Path, name: str) -> None:
+def test_program_resumes_bitwise_wherever_it_is_cut(standin, tmp_path, name):
     script = """
 for ranks in (2, 3):
     cut_and_compare(NAME, ranks)
@@ -51,7 +49,7 @@ for ranks in (2, 3):
     assert "warning: " not in output
 
 
-def test_missing_backward_pass_on_three_ranks_is_reported(standin: str, tmp_path: Path) -> None:
+def test_missing_backward_pass_on_three_ranks_is_reported(standin, tmp_path):
     script = """
 programs.settle = lambda *losses, optimizers: None
 for ranks in (2, 3):
@@ -61,7 +59,7 @@ for ranks in (2, 3):
     assert output.count("warning: a DDP model has had no backward pass: on 3 ranks or more") == 1, output
 
 
-def test_loader_that_accelerate_has_prepared_is_refused(standin: str, tmp_path: Path) -> None:
+def test_loader_that_accelerate_has_prepared_is_refused(standin, tmp_path):
     script = """
 Loader = type("Loader", (DataLoader,), {"__module__": "accelerate.data_loader"})
 

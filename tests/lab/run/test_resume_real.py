@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from pathlib import Path
 
 import pytest
 
@@ -57,7 +56,7 @@ assert start(4, lambda: node(rows=3), "own") == [2] * 4
 """
 
 
-def test_node_that_does_not_see_the_folder_gets_the_state(standin: str, tmp_path: Path) -> None:
+def test_node_that_does_not_see_the_folder_gets_the_state(standin, tmp_path):
     output = many(standin, tmp_path, LOOP + NODES)
     assert "run: resumes after step 2: " in output
     assert output.count("nothing loaded: True") == 4
@@ -80,7 +79,7 @@ with open("weights.raw", "wb") as file:
 """
 
 
-def test_tied_weights_are_stored_once_and_exported(standin: str, tmp_path: Path) -> None:
+def test_tied_weights_are_stored_once_and_exported(standin, tmp_path):
     output = many(standin, tmp_path, LOOP + EXPORTED)
     content = (tmp_path / "weights.safetensors").read_bytes()
     (size,) = struct.unpack("<Q", content[:8])
@@ -120,5 +119,5 @@ assert start(1, loop, "run") == [0]
 """
 
 
-def test_optimizer_gets_its_memory_format_back(standin: str, tmp_path: Path) -> None:
+def test_optimizer_gets_its_memory_format_back(standin, tmp_path):
     assert "restored tensor(True)" in many(standin, tmp_path, FORMATS)

@@ -23,7 +23,7 @@ def many(standin: str, runs: Path, script: str) -> str:
     return output
 
 
-def test_plain_loop_needs_ten_lines() -> None:
+def test_plain_loop_needs_ten_lines():
     texts = [
         (ROOT / f"examples/{name}.py").read_text().splitlines()[1:] for name in ("plain_ddp", "plain_ddp_run")
     ]
@@ -34,7 +34,7 @@ def test_plain_loop_needs_ten_lines() -> None:
 @pytest.mark.parametrize(
     "ranks", [3, pytest.param(2, marks=pytest.mark.soak), pytest.param(4, marks=pytest.mark.soak)]
 )
-def test_killed_and_stopped_loop_resumes_bitwise(standin: str, tmp_path: Path, ranks: int) -> None:
+def test_killed_and_stopped_loop_resumes_bitwise(standin, tmp_path, ranks):
     # A kill and a stop in the middle of two epochs; dropout needs the random numbers.
     script = """
 own = "/examples/plain_ddp_run.py"
@@ -55,7 +55,7 @@ assert files == [".metadata", "__0_0.distcp", "manifest.json"], files
 
 
 @pytest.mark.soak
-def test_program_to_copy_resumes_with_its_evaluation(standin: str, tmp_path: Path) -> None:
+def test_program_to_copy_resumes_with_its_evaluation(standin, tmp_path):
     # Killed between the last step of an epoch and its evaluation, and stopped in the next epoch.
     script = """
 def own(folder, **more):
@@ -181,14 +181,14 @@ cut_and_compare(mapped, shuffle=True)
 @pytest.mark.soak  # it fetches a package
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("script", [SEQUENCES, STREAMS], ids=["sequences", "streams"])
-def test_loader_of_torchdata_resumes_bitwise(standin: str, tmp_path: Path, script: str, workers: int) -> None:
+def test_loader_of_torchdata_resumes_bitwise(standin, tmp_path, script, workers):
     fetch = (sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", tmp_path, "torchdata==0.11.0")
     done = run(*fetch)
     assert done.returncode == 0, done.stderr
     many(standin, tmp_path, f"WORKERS = {workers}\n{TORCHDATA}{script}")
 
 
-def test_requests_to_stop_end_with_their_codes(standin: str, tmp_path: Path) -> None:
+def test_requests_to_stop_end_with_their_codes(standin, tmp_path):
     script = """
 import shutil
 loop = lambda: training(range(400))
@@ -231,7 +231,7 @@ assert open("stuck/result").read().split() == ["local", "85"]
     assert '"weight":' in (tmp_path / "alone/metrics.jsonl").read_text()
 
 
-def test_misuse_is_refused_with_names(standin: str, tmp_path: Path) -> None:
+def test_misuse_is_refused_with_names(standin, tmp_path):
     script = """
 class Endless(IterableDataset):
     def __iter__(self):
@@ -357,7 +357,7 @@ def learn(model, values):
 """
 
 
-def test_passes_that_a_resume_could_not_tell_apart_are_refused(standin: str, tmp_path: Path) -> None:
+def test_passes_that_a_resume_could_not_tell_apart_are_refused(standin, tmp_path):
     script = """
 def leaves_early(run, epoch, model):
     for step, _ in run.steps(range(4)):
@@ -410,7 +410,7 @@ same("whole", "cut")
         assert text in output, (text, output)
 
 
-def test_named_loops_resume_wherever_they_are_cut(standin: str, tmp_path: Path) -> None:
+def test_named_loops_resume_wherever_they_are_cut(standin, tmp_path):
     # The second loop has a generator of its own, and the program does something between the two.
     script = """
 draw = torch.Generator().manual_seed(3)
@@ -434,7 +434,7 @@ for step in CUTS:
     many(standin, tmp_path, PROGRAMS + PASSES + script.replace("CUTS", "(2, 4, 5, 8, 12, 15)"))
 
 
-def test_damaged_checkpoints_are_skipped(standin: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped(standin, tmp_path):
     script = """
 import random, shutil
 newest = Path("damaged/checkpoints/step-0000000004")
@@ -503,7 +503,7 @@ def rewrite_index(path):
 """
 
 
-def test_unreadable_checkpoints_are_refused_or_set_aside(standin: str, tmp_path: Path) -> None:
+def test_unreadable_checkpoints_are_refused_or_set_aside(standin, tmp_path):
     script = """
 first, second = ["step-0000000001", "step-0000000002"], ["step-0000000003", "step-0000000004"]
 skipped = ["skipped-step-0000000001", "skipped-step-0000000002"]
@@ -533,7 +533,7 @@ assert steps("run") == [*skipped, "skipped-step-0000000004", *second]
     assert [line[-1] for line in re.findall(rf"run: resumes after step \d: {path}\d", output)] == ["2", "3"]
 
 
-def test_checkpoints_of_another_user_are_refused(standin: str, tmp_path: Path) -> None:
+def test_checkpoints_of_another_user_are_refused(standin, tmp_path):
     script = """
 os.chmod(".", 0o755)
 ALICE, BOB = 2001, 2002
@@ -573,7 +573,7 @@ assert steps("of-alice") == steps("of-bob") == steps("hidden") == ["step-0000000
 
 
 @pytest.mark.soak
-def test_other_number_of_ranks_takes_the_rest_of_the_samples(standin: str, tmp_path: Path) -> None:
+def test_other_number_of_ranks_takes_the_rest_of_the_samples(standin, tmp_path):
     script = """
 from torch.utils.data import DistributedSampler
 def shared():

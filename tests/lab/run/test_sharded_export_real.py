@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from .test_run_real import many
@@ -92,7 +90,7 @@ equal("tied2-2", "tied2-4")
 """
 
 
-def test_exported_tensors_are_the_full_ones_bit_for_bit(standin: str, tmp_path: Path) -> None:
+def test_exported_tensors_are_the_full_ones_bit_for_bit(standin, tmp_path):
     many(standin, tmp_path, PROGRAM + EXPORT + TIED)
 
 
@@ -124,5 +122,5 @@ assert Path("there").read_text() == "mine"
 """
 
 
-def test_damaged_shard_and_full_disk_leave_no_file(standin: str, tmp_path: Path) -> None:
+def test_damaged_shard_and_full_disk_leave_no_file(standin, tmp_path):
     many(standin, tmp_path, PROGRAM + EXPORT + REFUSED)

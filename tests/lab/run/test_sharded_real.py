@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from labkit import in_image
 
@@ -118,7 +116,7 @@ assert start(2, each, "run") == [0, 0]
 """
 
 
-def test_unfit_sharded_state_is_refused_by_name(standin: str, tmp_path: Path) -> None:
+def test_unfit_sharded_state_is_refused_by_name(standin, tmp_path):
     output = many(standin, tmp_path, PROGRAM + REFUSED)
     for text in (
         "the checkpoint contains model, optimizer, scheduler, and this program tracks net, optimizer",
@@ -163,14 +161,14 @@ shutil.copytree("run/checkpoints", "damaged")
 """
 
 
-def test_flipped_bits_in_any_file_are_noticed(standin: str, tmp_path: Path) -> None:
+def test_flipped_bits_in_any_file_are_noticed(standin, tmp_path):
     output = many(standin, tmp_path, PROGRAM + FLIPS + 'assert start(2, lambda: flips(32), "x") == [0, 0]\n')
     assert output.count("checkpoint skipped: ") == 32
     assert "__1_0.distcp is damaged: its sha256 differs from the manifest" in output
 
 
 @pytest.mark.soak
-def test_spare_node_takes_over_sharded_state(standin: str, tmp_path: Path) -> None:
+def test_spare_node_takes_over_sharded_state(standin, tmp_path):
     imports = (
         "import os, sys, time\nfrom pathlib import Path\nimport torch\nimport torch.distributed as dist\n"
     )
@@ -211,7 +209,7 @@ END
     assert "run: resumes after step " in output
 
 
-def test_four_two_three_four_ranks_have_equal_tensors(standin: str, tmp_path: Path) -> None:
+def test_four_two_three_four_ranks_have_equal_tensors(standin, tmp_path):
     script = """
 for at, (ranks, hybrid) in enumerate([(4, True), (2, False), (3, False), (4, False), (4, True)]):
     now = lambda: train(2 * (at + 1), hybrid=hybrid, full=f"end{at}", every=2)
@@ -270,14 +268,14 @@ def check(kind, turns):
 
 
 @pytest.mark.parametrize("turns", [3, pytest.param(25, marks=pytest.mark.soak)])
-def test_save_killed_at_any_point_leaves_a_whole_checkpoint(standin: str, tmp_path: Path, turns: int) -> None:
+def test_save_killed_at_any_point_leaves_a_whole_checkpoint(standin, tmp_path, turns):
     script = f'check("ddp", {turns})\ncheck("fsdp", {turns})\n'
     output = many(standin, tmp_path, PROGRAM + KILLS + script)
     assert output.count("survived") == 2 * turns
     assert output.count("run: resumes after step ") == 2 * turns
 
 
-def test_full_disk_loses_nothing_older(standin: str, tmp_path: Path) -> None:
+def test_full_disk_loses_nothing_older(standin, tmp_path):
     script = """
 assert start(2, lambda: train(6, every=1), "/tiny/run") == [1, 1]
 assert end("/tiny/run") == "step-0000000002", os.listdir("/tiny/run/checkpoints")
@@ -315,12 +313,12 @@ def drawn():
 """
 
 
-def test_fsdp2_example_draws_the_whole_weights(standin: str, tmp_path: Path) -> None:
+def test_fsdp2_example_draws_the_whole_weights(standin, tmp_path):
     many(standin, tmp_path, EXAMPLE + 'assert start(2, drawn, "x") == [0, 0]\n')
 
 
 @pytest.mark.soak
-def test_fsdp2_example_resumes_bitwise(standin: str, tmp_path: Path) -> None:
+def test_fsdp2_example_resumes_bitwise(standin, tmp_path):
     # USR1 comes where gradients wait, which FSDP2 has not added up yet.
     script = """
 def small():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from .test_run_real import many
@@ -85,7 +83,7 @@ def cut(folder, first, then, **how):
 """
 
 
-def test_wrapped_model_resumes_bitwise_in_another_wrapper(standin: str, tmp_path: Path) -> None:
+def test_wrapped_model_resumes_bitwise_in_another_wrapper(standin, tmp_path):
     # On three ranks, the buckets of DDP decide about the last bits.
     script = """
 assert start(3, lambda: wrapped("plain"), "whole") == [0, 0, 0]
@@ -99,7 +97,7 @@ assert list(states("whole")["model"]) == ["0.weight", "0.bias", "3.weight", "3.b
 
 
 @pytest.mark.soak
-def test_every_wrapper_resumes_bitwise(standin: str, tmp_path: Path) -> None:
+def test_every_wrapper_resumes_bitwise(standin, tmp_path):
     script = """
 cases = [(wrap, {}) for wrap in WRAPS if wrap != "static"] + [
     ("plain", {"due": True}),
@@ -148,7 +146,7 @@ def reading(cursor, how, ahead=1, until=8):
 """
 
 
-def test_each_rank_resumes_from_its_own_state(standin: str, tmp_path: Path) -> None:
+def test_each_rank_resumes_from_its_own_state(standin, tmp_path):
     script = """
 own = lambda: reading(Cursor(10 * dist.get_rank()), "track_per_rank")
 assert start(2, own, "whole") == [0, 0]
@@ -221,7 +219,7 @@ def averaged(how):
 """
 
 
-def test_large_states_of_ranks_are_kept_and_unlike_weights_refused(standin: str, tmp_path: Path) -> None:
+def test_large_states_of_ranks_are_kept_and_unlike_weights_refused(standin, tmp_path):
     script = """
 assert start(2, lambda: large(2), "large") == [0, 0]
 assert start(2, lambda: large(4), "large") == [0, 0]
@@ -279,7 +277,7 @@ def evaluated(how, before, after=None):
 """
 
 
-def test_value_that_no_resume_could_load_is_refused(standin: str, tmp_path: Path) -> None:
+def test_value_that_no_resume_could_load_is_refused(standin, tmp_path):
     script = """
 for number, value in enumerate(BAD):
     for how in ("track", "track_per_rank"):
@@ -339,7 +337,7 @@ assert start(2, lambda: colliding(7, 7, 7, 7, 7, 7), "run") == [0, 0]
 """
 
 
-def test_states_whose_keys_have_the_same_text_stay_apart(standin: str, tmp_path: Path) -> None:
+def test_states_whose_keys_have_the_same_text_stay_apart(standin, tmp_path):
     many(standin, tmp_path, COLLIDING)
 
 
@@ -367,7 +365,7 @@ assert start(1, library, "run") == [0]
 """
 
 
-def test_unfinished_checkpoint_of_a_library_does_not_count(standin: str, tmp_path: Path) -> None:
+def test_unfinished_checkpoint_of_a_library_does_not_count(standin, tmp_path):
     assert "run: resumes after step 2: " in many(standin, tmp_path, LIBRARY)
 
 
@@ -389,6 +387,6 @@ assert start(2, connected, "run") == [0, 0]
 """
 
 
-def test_process_group_of_the_program_stays_open(standin: str, tmp_path: Path) -> None:
+def test_process_group_of_the_program_stays_open(standin, tmp_path):
     # dist-train asks for the saved step behind `with`.
     many(standin, tmp_path, CONNECTED)

@@ -18,7 +18,7 @@ import bit_flips
 import pytest
 from file_tree import write_program
 from labkit import IMGKIT, imgkit, imgkit_json, small_disk, until
-from stored_images import Way, archive, busybox_layer, convert_as, only
+from stored_images import archive, busybox_layer, convert_as, only
 from tars import TarEntry, tar_entry
 from tiny_image import BUSYBOX
 
@@ -101,7 +101,7 @@ def assert_next_run_mends(source: Path, target: Path, expected: bytes) -> None:
 
 
 @pytest.mark.parametrize("stage", range(STAGES))
-def test_kill_at_any_stage_leaves_the_old_file_or_none(sources: Sources, tmp_path: Path, stage: int) -> None:
+def test_kill_at_any_stage_leaves_the_old_file_or_none(sources, tmp_path, stage):
     target = tmp_path / "x.sif"
     if old := stage % 2:
         target.write_bytes(sources.old)
@@ -112,9 +112,7 @@ def test_kill_at_any_stage_leaves_the_old_file_or_none(sources: Sources, tmp_pat
     assert_next_run_mends(sources.packed, target, sources.new)
 
 
-def test_kill_after_the_file_has_its_name_is_tidied(
-    sources: Sources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kill_after_the_file_has_its_name_is_tidied(sources, tmp_path, monkeypatch):
     """The next run finds the right file, and removes the rest all the same."""
 
     def publish(part: Path, target: Path) -> None:
@@ -130,7 +128,7 @@ def test_kill_after_the_file_has_its_name_is_tidied(
 
 
 @pytest.mark.soak
-def test_kill_at_any_moment_leaves_the_old_file_the_new_or_none(sources: Sources, tmp_path: Path) -> None:
+def test_kill_at_any_moment_leaves_the_old_file_the_new_or_none(sources, tmp_path):
     target, drawn = tmp_path / "x.sif", random.Random()  # noqa: S311 - no secret
     for turn in range(100):
         target.unlink(missing_ok=True)
@@ -144,7 +142,7 @@ def test_kill_at_any_moment_leaves_the_old_file_the_new_or_none(sources: Sources
 
 
 @pytest.mark.parametrize("way", ["new", "old"])
-def test_killed_conversion_leaves_no_mksquashfs(sources: Sources, tmp_path: Path, way: Way) -> None:
+def test_killed_conversion_leaves_no_mksquashfs(sources, tmp_path, way):
     """A program that hangs stands in for the mksquashfs that squashes."""
     started_file = tmp_path / "be gan"
     env = {**os.environ, **only(way, tmp_path)}
@@ -170,7 +168,7 @@ def has_ended(pid: int) -> bool:
 
 
 @pytest.mark.parametrize("kib", [100, 700, 900, 1170])
-def test_full_disk_leaves_the_old_file(sources: Sources, tmp_path: Path, kib: int) -> None:
+def test_full_disk_leaves_the_old_file(sources, tmp_path, kib):
     with small_disk(tmp_path / "disk", kib) as disk:
         target = disk / "x.sif"
         target.write_bytes(sources.old)
@@ -181,7 +179,7 @@ def test_full_disk_leaves_the_old_file(sources: Sources, tmp_path: Path, kib: in
         assert list(disk.iterdir()) == [target]
 
 
-def test_full_temporary_disk_is_named(tmp_path: Path) -> None:
+def test_full_temporary_disk_is_named(tmp_path):
     """The archive unpacks to more than it promises: zeros."""
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(archive([[tar_entry("zeros", bytes(3_000_000))]])))
     (tmp_path / "out").mkdir()
@@ -193,7 +191,7 @@ def test_full_temporary_disk_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kib", [8, 1000])
-def test_layers_without_room_give_the_same_file(tmp_path: Path, kib: int) -> None:
+def test_layers_without_room_give_the_same_file(tmp_path, kib):
     """They promise less than 8 KiB, unpack to more than 1000, and are then unpacked twice."""
     layers = [[tar_entry(f"zeros {number}", bytes(2_000_000))] for number in range(2)]
     for name, packed in (("plain", bytes), ("packed", gzip.compress)):
@@ -206,7 +204,7 @@ def test_layers_without_room_give_the_same_file(tmp_path: Path, kib: int) -> Non
 
 
 @pytest.mark.parametrize("stage", ["standard input", "mksquashfs"])
-def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, stage: str) -> None:
+def test_interrupt_leaves_the_old_file(sources, tmp_path, stage):
     target, started_file = tmp_path / "x.sif", tmp_path / "began"
     target.write_bytes(sources.old)
     hangs = f'case "$*" in *-noappend*) touch {started_file}; exec sleep 600;; esac'
@@ -238,7 +236,7 @@ def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, stage: 
 
 @pytest.mark.parametrize("flips", [8, pytest.param(200, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-def test_flipped_bit_is_named_or_means_nothing(tmp_path: Path, flips: int, packed: bool) -> None:
+def test_flipped_bit_is_named_or_means_nothing(tmp_path, flips, packed):
     """An error that names the archive, or the same files."""
     path, target = tmp_path / "x.tar", tmp_path / "x.sif"
     data = archive(
@@ -267,7 +265,7 @@ def test_flipped_bit_is_named_or_means_nothing(tmp_path: Path, flips: int, packe
 
 
 @pytest.mark.singularity
-def test_image_without_a_shell_converts(tmp_path: Path) -> None:
+def test_image_without_a_shell_converts(tmp_path):
     """It has one program, and no ``true``, which imgkit would run to test it."""
     config = {"Entrypoint": ["/busybox", "echo", "ran"]}
     (tmp_path / "x.tar").write_bytes(archive([[tar_entry("busybox", BUSYBOX.read_bytes())]], config=config))
@@ -276,7 +274,7 @@ def test_image_without_a_shell_converts(tmp_path: Path) -> None:
     assert "nothing run: the image has no program 'true'" in result.stderr
 
 
-def test_image_of_zeros_is_whole(tmp_path: Path) -> None:
+def test_image_of_zeros_is_whole(tmp_path):
     (tmp_path / "x.tar").write_bytes(archive([[tar_entry("zeros", bytes(8_000_000))]]))
     assert convert_as(0, tmp_path / "x.tar", tmp_path / "x.sif") == ""
 
@@ -290,7 +288,7 @@ def built_by_runtime(folder: Path, layers: list[list[TarEntry]]) -> Path:
 
 
 @pytest.mark.singularity
-def test_sif_that_a_runtime_built_is_not_converted_again(tmp_path: Path) -> None:
+def test_sif_that_a_runtime_built_is_not_converted_again(tmp_path):
     path = built_by_runtime(tmp_path, [busybox_layer("sh", "cat", "true")])
     before = path.read_bytes()
     assert convert_as(0, tmp_path / "old.tar", path) == ""

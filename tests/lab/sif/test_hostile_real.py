@@ -18,7 +18,7 @@ def write_archive(path: Path, *entries: TarEntry) -> None:
     path.write_bytes(archive([[tar_entry("bin/sh", Path("/bin/true").read_bytes()), *entries]]))
 
 
-def test_links_to_this_machine_write_nothing(tmp_path: Path) -> None:
+def test_links_to_this_machine_write_nothing(tmp_path):
     """A runtime that builds writes hosts, resolv.conf and scripts there; imgkit itself follows no link."""
     host = tmp_path / "host"
     host.mkdir()
@@ -34,7 +34,7 @@ def test_links_to_this_machine_write_nothing(tmp_path: Path) -> None:
         (tmp_path / "hostile.sif").unlink()
 
 
-def test_link_within_the_image_converts(tmp_path: Path) -> None:
+def test_link_within_the_image_converts(tmp_path):
     link = tar_entry("etc", kind=tarfile.SYMTYPE, linkname="usr/etc")
     write_archive(tmp_path / "good.tar", tar_entry("usr/etc/x", b"1"), link)
     result = imgkit("sif", "good.tar", "--no-test", folder=tmp_path)

@@ -55,7 +55,7 @@ def losses(output: str) -> list[float]:
 
 
 @pytest.mark.soak  # as an ordinary user: the next one
-def test_training_inside_learns(line: Line) -> None:
+def test_training_inside_learns(line):
     result = run(
         "singularity", "exec", line.fast, "dist-train", "--device", "cpu", "--nproc", "2", "--steps", "60"
     )
@@ -66,7 +66,7 @@ def test_training_inside_learns(line: Line) -> None:
 
 
 @pytest.mark.soak  # an ordinary user's conversion is tested next to it
-def test_ordinary_user_trains_too(line: Line, user: str) -> None:
+def test_ordinary_user_trains_too(line, user):
     argv = ("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "40")
     result = as_user(user, "singularity", "exec", line.default, *argv)
     assert result.returncode == 0, result.stderr
@@ -74,30 +74,30 @@ def test_ordinary_user_trains_too(line: Line, user: str) -> None:
     assert values[-1] < values[0]
 
 
-def test_ordinary_user_runs_the_fast_file(line: Line, user: str) -> None:
+def test_ordinary_user_runs_the_fast_file(line, user):
     result = as_user(user, "singularity", "exec", line.fast, "dist-env", "--json")
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["system"]["scheduler"] == "slurm"
 
 
-def test_torchrun_is_there(line: Line) -> None:
+def test_torchrun_is_there(line):
     # Not --version: torchrun of torch 2.13 has no such option and exits with 2.
     result = run("singularity", "exec", line.default, "torchrun", "--help")
     assert result.returncode == 0, result.stderr
 
 
-def test_files_verify_and_pass_the_smoke_test(sif: Path) -> None:
+def test_files_verify_and_pass_the_smoke_test(sif):
     imgkit("verify", sif)
     assert json.loads(imgkit("test", sif, "--json").stdout)["passed"] is True
 
 
-def test_standin_is_told_everywhere(line: Line, mn5_image: str) -> None:
+def test_standin_is_told_everywhere(line, mn5_image):
     assert "STAND-IN" in imgkit("show", mn5_image).stdout.upper()
     manifest = run("singularity", "exec", line.default, "cat", "/opt/imgkit/manifest.json").stdout
     assert json.loads(manifest)["base"]["standin"] is True
 
 
-def test_missing_gpus_are_told_inside(line: Line) -> None:
+def test_missing_gpus_are_told_inside(line):
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has GPUs")
     result = run("singularity", "exec", line.default, "dist-train", "--steps", "1")
@@ -105,7 +105,7 @@ def test_missing_gpus_are_told_inside(line: Line) -> None:
     assert "--nv" in result.stderr
 
 
-def test_root_file_system_is_read_only(line: Line) -> None:
+def test_root_file_system_is_read_only(line):
     result = run("singularity", "exec", line.default, "touch", "/opt/imgkit/x")
     assert result.returncode != 0
     assert "Read-only" in result.stderr
@@ -113,7 +113,7 @@ def test_root_file_system_is_read_only(line: Line) -> None:
 
 @pytest.mark.qemu
 @pytest.mark.soak
-def test_olivia_is_built_for_arm64(standin_arm64_notorch: str, tmp_path: Path) -> None:
+def test_olivia_is_built_for_arm64(standin_arm64_notorch, tmp_path):
     sif = tmp_path / "olivia.sif"
     try:
         built = imgkit_json("build", "olivia", "--base", standin_arm64_notorch, "--tag", TAG_ARM64)
@@ -128,7 +128,7 @@ def test_olivia_is_built_for_arm64(standin_arm64_notorch: str, tmp_path: Path) -
 
 @pytest.mark.qemu
 @pytest.mark.torch_arm64
-def test_olivia_trains_under_the_emulator(standin_arm64: str, tmp_path: Path) -> None:
+def test_olivia_trains_under_the_emulator(standin_arm64, tmp_path):
     sif = tmp_path / "olivia.sif"
     try:
         imgkit_json("build", "olivia", "--base", standin_arm64, "--tag", TAG_ARM64)
@@ -142,7 +142,7 @@ def test_olivia_trains_under_the_emulator(standin_arm64: str, tmp_path: Path) ->
 
 
 @pytest.mark.qemu
-def test_wrong_architecture_is_refused_before_the_build(standin_notorch: str) -> None:
+def test_wrong_architecture_is_refused_before_the_build(standin_notorch):
     result = imgkit("build", "olivia", "--base", standin_notorch, "--tag", TAG_ARM64)
     assert result.returncode == 2
     assert "arm64" in result.stderr

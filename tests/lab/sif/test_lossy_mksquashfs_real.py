@@ -36,27 +36,27 @@ def sif(folder: Path, **attributes: str) -> Path:
     return convert.convert(Archive(path=folder / "x.tar"), target, Options(test=False), Silent()).path
 
 
-def test_lost_file_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_file_is_noticed(tmp_path, monkeypatch):
     install(tmp_path, f'tar --delete -f - gone | {REAL} "$@"', monkeypatch)
     with pytest.raises(CheckFailed, match="other names than were sent"):
         sif(tmp_path)
     assert not (tmp_path / "x.sif").exists()
 
 
-def test_unknown_line_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_line_is_a_failure(tmp_path, monkeypatch):
     install(tmp_path, f'{REAL} "$@"; echo "I left something out"', monkeypatch)
     with pytest.raises(ToolFailed, match="printed something unexpected") as caught:
         sif(tmp_path)
     assert "I left something out" in str(caught.value.hint)
 
 
-def test_killed_mksquashfs_names_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_mksquashfs_names_a_job(tmp_path, monkeypatch):
     install(tmp_path, "kill -9 $$", monkeypatch)
     with pytest.raises(ToolFailed, match="mksquashfs failed with exit code -9") as caught:
         sif(tmp_path)
     assert "let a job do this: the same command with --submit --time 1h" in str(caught.value.hint)
 
 
-def test_attribute_that_no_squashfs_holds_is_no_failure(tmp_path: Path) -> None:
+def test_attribute_that_no_squashfs_holds_is_no_failure(tmp_path):
     """An access list, for example; mksquashfs says that it leaves it out."""
     assert sif(tmp_path, system__posix_acl_access="x", user__kept="y").exists()

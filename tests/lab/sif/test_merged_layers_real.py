@@ -117,7 +117,7 @@ def _forget_losses(description: dict[str, Any], uid: int) -> None:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers=stacks)
-def test_random_layers_give_the_tree_of_root(folder: Path, layers: list[list[TarEntry]]) -> None:
+def test_random_layers_give_the_tree_of_root(folder, layers):
     check(layers, folder)
 
 
@@ -144,7 +144,7 @@ def every_kind() -> list[TarEntry]:
 
 
 @pytest.mark.parametrize(("way", "uid"), WAYS)
-def test_every_way_gives_the_tree_of_root(folder: Path, way: Way, uid: int) -> None:
+def test_every_way_gives_the_tree_of_root(folder, way, uid):
     @settings(max_examples=4, deadline=None)
     @given(layers=stacks)
     def some_stacks(layers: list[list[TarEntry]]) -> None:
@@ -156,7 +156,7 @@ def test_every_way_gives_the_tree_of_root(folder: Path, way: Way, uid: int) -> N
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("way", "uid"), WAYS)
-def test_many_random_layers_on_every_way(folder: Path, way: Way, uid: int) -> None:
+def test_many_random_layers_on_every_way(folder, way, uid):
     @settings(max_examples=500, deadline=None)
     @given(layers=stacks)
     def many_stacks(layers: list[list[TarEntry]]) -> None:
@@ -166,7 +166,7 @@ def test_many_random_layers_on_every_way(folder: Path, way: Way, uid: int) -> No
 
 
 @pytest.mark.parametrize("command", [("gzip", "-c"), ("zstd", "-qc")], ids=["gzip", "zstd"])
-def test_compressed_layers_give_the_same_file(folder: Path, command: Sequence[str]) -> None:
+def test_compressed_layers_give_the_same_file(folder, command):
     if shutil.which(command[0]) is None:
         pytest.skip(f"apt install {command[0]}")
 
@@ -183,7 +183,7 @@ def test_compressed_layers_give_the_same_file(folder: Path, command: Sequence[st
     assert digests[0] == digests[1]
 
 
-def test_old_mksquashfs_refuses_a_line_break(folder: Path) -> None:
+def test_old_mksquashfs_refuses_a_line_break(folder):
     (folder / "x.tar").write_bytes(archive([[tar_entry("a\nb m 4755 0 0")]]))
     folder.chmod(0o777)
     message = convert_as(STRANGER, folder / "x.tar", folder / "x.sif", env=only("old", folder))
@@ -192,7 +192,7 @@ def test_old_mksquashfs_refuses_a_line_break(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("way", "uid"), WAYS)
-def test_same_image_gives_the_same_bytes_on_every_way(folder: Path, way: Way, uid: int) -> None:
+def test_same_image_gives_the_same_bytes_on_every_way(folder, way, uid):
     layers = [[entry for entry in every_kind() if "null" not in entry[0].name]]
     (folder / "x.tar").write_bytes(archive(layers))
     folder.chmod(0o777)
@@ -206,11 +206,11 @@ def test_same_image_gives_the_same_bytes_on_every_way(folder: Path, way: Way, ui
 @pytest.mark.soak
 @settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(layers=stacks)
-def test_many_random_layers(folder: Path, layers: list[list[TarEntry]]) -> None:
+def test_many_random_layers(folder, layers):
     check(layers, folder)
 
 
-def test_link_keeps_what_a_higher_layer_replaces(folder: Path) -> None:
+def test_link_keeps_what_a_higher_layer_replaces(folder):
     check(
         [
             [tar_entry("a", data=b"old"), tar_entry("b", kind=tarfile.LNKTYPE, linkname="a")],
@@ -220,15 +220,15 @@ def test_link_keeps_what_a_higher_layer_replaces(folder: Path) -> None:
     )
 
 
-def test_link_into_the_folder_that_it_replaces_is_refused(folder: Path) -> None:
+def test_link_into_the_folder_that_it_replaces_is_refused(folder):
     check([[tar_entry("a/b/c", data=b"x"), tar_entry("a", kind=tarfile.LNKTYPE, linkname="a/b/c")]], folder)
 
 
-def test_link_to_what_its_folder_replaces_is_refused(folder: Path) -> None:
+def test_link_to_what_its_folder_replaces_is_refused(folder):
     check([[tar_entry("a", data=b"x"), tar_entry("a/a", kind=tarfile.LNKTYPE, linkname="a")]], folder)
 
 
-def test_whiteout_spares_what_its_own_layer_has(folder: Path) -> None:
+def test_whiteout_spares_what_its_own_layer_has(folder):
     lower = [tar_entry("a", data=b"old"), tar_entry("d/x", data=b"old"), tar_entry("e/x", data=b"old")]
     upper = [
         *(tar_entry("a", data=b"new"), tar_entry(".wh.a")),
@@ -238,7 +238,7 @@ def test_whiteout_spares_what_its_own_layer_has(folder: Path) -> None:
     check([lower, upper], folder)
 
 
-def test_sparse_file_keeps_its_holes_and_content(folder: Path) -> None:
+def test_sparse_file_keeps_its_holes_and_content(folder):
     """GNU tar writes it in each of its formats; the reference gets the plain file."""
     content = bytes(200_000) + b"end"
     (folder / "s").write_bytes(content)
@@ -269,7 +269,7 @@ def test_sparse_file_keeps_its_holes_and_content(folder: Path) -> None:
         (tar_entry(".wh."), "a whiteout without a name"),
     ],
 )
-def test_hostile_member_is_named(folder: Path, bad: TarEntry, reason: str) -> None:
+def test_hostile_member_is_named(folder, bad, reason):
     loop = tar_entry("l", kind=tarfile.SYMTYPE, linkname="l")
     (folder / "x.tar").write_bytes(archive([[loop, bad]]))
     folder.chmod(0o777)
@@ -279,7 +279,7 @@ def test_hostile_member_is_named(folder: Path, bad: TarEntry, reason: str) -> No
     assert {path.name for path in folder.iterdir()} == {"x.tar"}
 
 
-def test_links_that_lead_anywhere_are_stored(folder: Path) -> None:
+def test_links_that_lead_anywhere_are_stored(folder):
     links = [
         tar_entry("etc", kind=tarfile.SYMTYPE, linkname="/home/me"),
         tar_entry("l", kind=tarfile.SYMTYPE, linkname="l"),
@@ -287,11 +287,11 @@ def test_links_that_lead_anywhere_are_stored(folder: Path) -> None:
     check([links, [tar_entry("etc/hosts", data=b"inside")]], folder)
 
 
-def test_device_that_is_no_whiteout_stays(folder: Path) -> None:
+def test_device_that_is_no_whiteout_stays(folder):
     check([[tar_entry("dev/zero", kind=tarfile.CHRTYPE, devmajor=0, devminor=0)]], folder)
 
 
-def test_deep_whiteouts_need_no_stack(folder: Path) -> None:
+def test_deep_whiteouts_need_no_stack(folder):
     deep = "/".join("d" * 900)
     layers = [[tar_entry(deep, kind=tarfile.DIRTYPE)], [tar_entry(".wh.d")]]
     check(layers, folder)

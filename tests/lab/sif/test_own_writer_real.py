@@ -94,14 +94,12 @@ def singularity(as_user: Sequence[str], *args: object, **options: object) -> str
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
-def test_verbs_of_the_runtime(
-    sif: Path, as_user: Sequence[str], args: Sequence[str], stdin: str, expected: str
-) -> None:
+def test_verbs_of_the_runtime(sif, as_user, args, stdin, expected):
     text = singularity(as_user, *(argument.format(sif) for argument in args), stdin=stdin)
     assert text == expected if args[0] in ("exec", "run") else expected in text
 
 
-def test_users_variables_reach_the_image(sif: Path, as_user: Sequence[str]) -> None:
+def test_users_variables_reach_the_image(sif, as_user):
     script = "echo $BAKED; echo $PATH; echo $LD_LIBRARY_PATH; echo ${OTHER-unset}; echo ${EMPTY-unset}"
     env = ("env", "SINGULARITYENV_BAKED=mine", "APPTAINERENV_PREPEND_PATH=/first", "OTHER=host")
     lines = singularity((*as_user, *env), "exec", sif, "sh", "-c", script).splitlines()
@@ -111,19 +109,19 @@ def test_users_variables_reach_the_image(sif: Path, as_user: Sequence[str]) -> N
     assert lines[3:] == ["host", ""]
 
 
-def test_exported_value_of_the_host_gives_way(sif: Path) -> None:
+def test_exported_value_of_the_host_gives_way(sif):
     """A .sif that the runtime built does the same; SINGULARITYENV_ and --env are the ways."""
     text = singularity(("env", "BAKED=host"), "exec", sif, "value", "BAKED")
     assert text == "from the image\n"
 
 
-def test_name_that_no_shell_can_set_is_left_out(folder: Path, sif: Path) -> None:
+def test_name_that_no_shell_can_set_is_left_out(folder, sif):
     result = imgkit("sif", folder / "made.tar", "-o", folder / "again.sif", "--no-test")
     assert "'not-a-name'" in result.stderr
     assert (folder / "again.sif").read_bytes() == sif.read_bytes()
 
 
-def test_instance_starts_and_stops(sif: Path) -> None:
+def test_instance_starts_and_stops(sif):
     name = f"imgkit-{os.getpid()}"
     output("singularity", "instance", "start", sif, name)
     try:
@@ -134,7 +132,7 @@ def test_instance_starts_and_stops(sif: Path) -> None:
 
 
 @pytest.mark.skipif(not LOADER.exists(), reason="the loader of another architecture has another name")
-def test_loader_finds_libraries_bound_for_nv(folder: Path, as_user: Sequence[str]) -> None:
+def test_loader_finds_libraries_bound_for_nv(folder, as_user):
     """``--nv`` binds files into the same folder. One library of /bin/ls is there and nowhere else."""
     locations = dict(line.split(" => ") for line in output("ldd", LOADED).splitlines() if " => " in line)
     libraries = {name.strip(): Path(location.split(" (")[0]) for name, location in locations.items()}
@@ -156,7 +154,7 @@ def test_loader_finds_libraries_bound_for_nv(folder: Path, as_user: Sequence[str
     assert "bin" in singularity(as_user, "exec", "--bind", bound, path, "ls", "/")
 
 
-def test_values_arrive_byte_by_byte(folder: Path) -> None:
+def test_values_arrive_byte_by_byte(folder):
     """Forty random values, in one start of the runtime."""
     texts = some.text(some.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)
     shell = some.text(alphabet="$`'\"\\ \n!*~#&;(){}[]<>|é=a", min_size=1, max_size=30)
@@ -183,7 +181,7 @@ def test_values_arrive_byte_by_byte(folder: Path) -> None:
     ],
     ids=["entrypoint", "cmd", "both"],
 )
-def test_run_is_that_of_a_build(folder: Path, config: dict[str, list[str]]) -> None:
+def test_run_is_that_of_a_build(folder, config):
     written = converted(folder, "run", Env=["PATH=/bin"], **config)
     built = converted(folder, "run", by_runtime=True, Env=["PATH=/bin"], **config)
     first = () if "Entrypoint" in config else ("show",)
@@ -197,7 +195,7 @@ def test_run_is_that_of_a_build(folder: Path, config: dict[str, list[str]]) -> N
     built.unlink()
 
 
-def test_runtime_signs_all_of_it(sif: Path) -> None:
+def test_runtime_signs_all_of_it(sif):
     groups = {
         line.split("|")[1].strip() for line in output("singularity", "sif", "list", sif).splitlines()[3:]
     }
@@ -205,7 +203,7 @@ def test_runtime_signs_all_of_it(sif: Path) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gzip"])
-def test_archive_from_standard_input_gives_the_same_bytes(folder: Path, sif: Path, packed: bool) -> None:
+def test_archive_from_standard_input_gives_the_same_bytes(folder, sif, packed):
     """A pipe cannot be read twice, so that imgkit puts it on disk first."""
     data = (folder / "made.tar").read_bytes()
     argv = (*IMGKIT, "sif", "-", "--no-test")

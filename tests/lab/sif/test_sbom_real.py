@@ -50,11 +50,11 @@ def document(mn5_sif: Path) -> str:
     return listed(mn5_sif)
 
 
-def test_document_lies_in_the_sif(mn5_sif: Path, document: str) -> None:
+def test_document_lies_in_the_sif(mn5_sif, document):
     assert unsquash.read(mn5_sif, [SPDX_PATH])[SPDX_PATH].decode() == document
 
 
-def test_packages_are_those_of_dpkg_and_python(mn5_image: str, document: str) -> None:
+def test_packages_are_those_of_dpkg_and_python(mn5_image, document):
     debian = word_pairs(mn5_image, "dpkg-query", "-W", "-f", "${Package} ${Version}\n")
     assert len(debian) > 50
     assert pairs(document, "deb") == debian
@@ -69,11 +69,11 @@ def test_packages_are_those_of_dpkg_and_python(mn5_image: str, document: str) ->
     assert {name for name, _ in freeze} == {name for name, _ in pairs(document, "pypi")}
 
 
-def test_image_and_sif_have_the_same_list(mn5_image: str, document: str) -> None:
+def test_image_and_sif_have_the_same_list(mn5_image, document):
     assert listed(mn5_image) == document
 
 
-def test_list_names_image_base_and_own_files(mn5_image: str, document: str) -> None:
+def test_list_names_image_base_and_own_files(mn5_image, document):
     data = json.loads(document)
     labels = json.loads(docker("inspect", mn5_image, "--format", "{{json .Config.Labels}}"))
     created = docker("inspect", mn5_image, "--format", "{{.Created}}")
@@ -86,7 +86,7 @@ def test_list_names_image_base_and_own_files(mn5_image: str, document: str) -> N
     assert not re.search(r"/tmp/|localhost", document)
 
 
-def test_output_file_has_the_document(mn5_sif: Path, document: str, tmp_path: Path) -> None:
+def test_output_file_has_the_document(mn5_sif, document, tmp_path):
     target = tmp_path / "a list.json"
     assert listed(mn5_sif, "-o", target) == ""
     assert target.read_text() == document
@@ -101,7 +101,7 @@ def test_output_file_has_the_document(mn5_sif: Path, document: str, tmp_path: Pa
         ("imgkit.local/no-such-image:1", 2, "no-such-image"),
     ],
 )
-def test_missing_image_refused(name: str, code: int, expected: str, tmp_path: Path) -> None:
+def test_missing_image_refused(name, code, expected, tmp_path):
     result = imgkit("sbom", name, "-o", "x.json", folder=tmp_path)
     assert (result.returncode, result.stdout) == (code, "")
     assert expected in result.stderr

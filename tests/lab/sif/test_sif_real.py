@@ -135,7 +135,7 @@ def tree(root: Path) -> dict[str, dict[str, Any]]:
     return files
 
 
-def test_both_ways_same_tree(lab: Lab, tmp_path: Path) -> None:
+def test_both_ways_same_tree(lab, tmp_path):
     """docs/reference/files.md lists what may differ; everything else, to the last xattr, must not."""
     layers = tree(unpacked(lab.layers, tmp_path / "layers"))
     export = tree(unpacked(lab.export, tmp_path / "export"))
@@ -163,7 +163,7 @@ def offset(sif: Path) -> tuple[str, str]:
 
 
 @pytest.mark.programs("unsquashfs")
-def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
+def test_attributes_are_the_same_from_every_source(tmp_path):
     """Engines export capabilities alone, so no source gives more."""
     tag, pax = f"imgkit-test-{secrets.token_hex(4)}:1", "SCHILY.xattr."
     capability = bytes.fromhex("0100000200040000000000000000000000000000").decode()
@@ -195,7 +195,7 @@ def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
         output("docker", "rmi", "--force", tag)
 
 
-def test_labels_are_those_of_the_image(lab: Lab, tmp_path: Path) -> None:
+def test_labels_are_those_of_the_image(lab, tmp_path):
     def labels(path: Path) -> dict[str, str]:
         answer = json.loads(output("singularity", "inspect", "--labels", "--json", path))
         return answer["data"]["attributes"]["labels"]
@@ -205,7 +205,7 @@ def test_labels_are_those_of_the_image(lab: Lab, tmp_path: Path) -> None:
     assert layers["weird"] == 'q"uote <&>'
 
 
-def test_same_data_objects(lab: Lab) -> None:
+def test_same_data_objects(lab):
     """``singularity inspect`` and ``run`` read these."""
 
     def objects(path: Path) -> list[tuple[int, bytes]]:
@@ -221,7 +221,7 @@ def test_same_data_objects(lab: Lab) -> None:
     assert objects(lab.layers) == objects(lab.export) != []
 
 
-def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
+def test_export_is_taken_and_told(lab, tmp_path):
     """Nobody chooses here; a file of the other route is as good."""
     exported, streamed = image.read(lab.export).record, image.read(lab.layers).record
     assert exported is not None
@@ -233,7 +233,7 @@ def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
     assert "merged layers of" in imgkit("sif", lab.archive, "--dry-run", folder=tmp_path).stdout
 
 
-def test_machine_that_cannot_squash_takes_the_slow_route(lab: Lab, tmp_path: Path) -> None:
+def test_machine_that_cannot_squash_takes_the_slow_route(lab, tmp_path):
     """PATH begins with programs that know no option; the runtime builds."""
     env = only("runtime", tmp_path)
     plan = imgkit("sif", lab.archive, "--dry-run", folder=tmp_path, env=env).stdout
@@ -241,12 +241,12 @@ def test_machine_that_cannot_squash_takes_the_slow_route(lab: Lab, tmp_path: Pat
     assert "cannot read a tar" in plan
 
 
-def test_export_is_reproducible(lab: Lab) -> None:
+def test_export_is_reproducible(lab):
     again = sif(lab.name, "-o", "again.sif", folder=lab.folder)
     assert again["record"]["root_sha256"] == image.root_sha256(lab.export)
 
 
-def test_archive_same_image(lab: Lab) -> None:
+def test_archive_same_image(lab):
     answer = sif(lab.archive, "-o", "archive.sif", folder=lab.folder)
     record = image.read(lab.layers).record
     assert record is not None
@@ -255,7 +255,7 @@ def test_archive_same_image(lab: Lab) -> None:
     assert sif(lab.archive, "-o", "archive.sif", folder=lab.folder)["up_to_date"]
 
 
-def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
+def test_oci_folder_same_image(lab, tmp_path):
     oci_folder.write_layout(stored.open_image(lab.archive), tmp_path / "oci", Silent())
     answer = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
     superblock = image.root_superblock(image.read(lab.folder / "oci.sif"))
@@ -265,7 +265,7 @@ def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["layers", "export"])
-def test_runs_as_root(lab: Lab, way: str) -> None:
+def test_runs_as_root(lab, way):
     path = getattr(lab, way)
     assert output("singularity", "run", path).strip().endswith("ran")
     script = 'echo "${EMPTY-unset}$PATH"; stat -c "%a %u" /; cat /odd/deep/c'
@@ -283,7 +283,7 @@ def parsed_list(path: Path) -> Sequence[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("way", ["layers", "export"])
-def test_own_reader_agrees_with_runtime(lab: Lab, way: str, tmp_path: Path) -> None:
+def test_own_reader_agrees_with_runtime(lab, way, tmp_path):
     parsed: SifImage = image.read(getattr(lab, way))
     ranges = [(entry.id, entry.offset, entry.offset + entry.size_bytes) for entry in parsed.descriptors]
     assert ranges == parsed_list(parsed.path)
@@ -305,7 +305,7 @@ def user() -> Iterator[str]:
         yield name
 
 
-def test_ordinary_user_converts_and_runs(lab: Lab, user: str, public_imgkit: Path) -> None:
+def test_ordinary_user_converts_and_runs(lab, user, public_imgkit):
     """No engine, no checkout and no root is needed."""
     home = Path(pwd.getpwnam(user).pw_dir)
     for path in (lab.archive, lab.export):
@@ -324,7 +324,7 @@ def test_ordinary_user_converts_and_runs(lab: Lab, user: str, public_imgkit: Pat
     assert not list(home.glob(".imgkit-sif*"))
 
 
-def test_damaged_archive_leaves_the_old_sif(lab: Lab, tmp_path: Path) -> None:
+def test_damaged_archive_leaves_the_old_sif(lab, tmp_path):
     shutil.copy(lab.layers, tmp_path / "odd.sif")
     data = bytearray(lab.archive.read_bytes())
     with tarfile.open(lab.archive) as tar:
@@ -338,13 +338,13 @@ def test_damaged_archive_leaves_the_old_sif(lab: Lab, tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["odd.sif", "odd.tar"]
 
 
-def test_unknown_image_refused(tmp_path: Path) -> None:
+def test_unknown_image_refused(tmp_path):
     result = imgkit("sif", "imgkit-test-none:1", folder=tmp_path)
     assert result.returncode == 2
     assert list(tmp_path.iterdir()) == []
 
 
-def test_archive_that_is_not_there_refused(tmp_path: Path) -> None:
+def test_archive_that_is_not_there_refused(tmp_path):
     result = imgkit("sif", "mn5.tar", folder=tmp_path)
     assert result.returncode == 2
     assert "imgkit save mn5" in result.stderr

@@ -113,7 +113,7 @@ def ch_run(as_user: Sequence[str], image: Path, root: Path, *command: object) ->
 
 
 @pytest.mark.charliecloud
-def test_ch_run_starts_the_unpacked_files(unpacked: Path, as_user: Sequence[str]) -> None:
+def test_ch_run_starts_the_unpacked_files(unpacked, as_user):
     assert ch_run(as_user, unpacked, unpacked, "/etc/rc") == "<a b><it's>"
     assert ch_run(as_user, unpacked, unpacked, "/etc/rc", "c  d", "*") == "<c  d><*>"
     variables = ch_run(as_user, unpacked, unpacked, "env").splitlines()
@@ -123,18 +123,18 @@ def test_ch_run_starts_the_unpacked_files(unpacked: Path, as_user: Sequence[str]
 
 @pytest.mark.charliecloud
 @pytest.mark.skipif(not Path("/dev/fuse").exists(), reason="there is no /dev/fuse")
-def test_ch_run_mounts_the_file_itself(sqsh: Path, unpacked: Path, as_user: Sequence[str]) -> None:
+def test_ch_run_mounts_the_file_itself(sqsh, unpacked, as_user):
     assert ch_run(as_user, sqsh, unpacked, "/etc/rc") == "<a b><it's>"
 
 
 @pytest.mark.charliecloud
-def test_a_script_in_its_place_skips_the_entrypoint(unpacked: Path, as_user: Sequence[str]) -> None:
+def test_a_script_in_its_place_skips_the_entrypoint(unpacked, as_user):
     """pyxis puts such a script there."""
     (unpacked / "etc/rc.local").write_text('exec "$@"\n')
     assert ch_run(as_user, unpacked, unpacked, "/etc/rc", "pwd") == "/work/in side\n"
 
 
-def test_an_ordinary_user_unpacks_it_without_devices(unpacked: Path) -> None:
+def test_an_ordinary_user_unpacks_it_without_devices(unpacked):
     assert not [*(unpacked / "dev").iterdir()]
     assert (unpacked / "etc/fstab").read_text() == (unpacked / "etc/rc.local").read_text() == ""
 
@@ -147,14 +147,14 @@ def changed_paths(old: Path, new: Path) -> list[str]:
     return sorted(path for path in differing if not {path, path.partition("/")[0]} & skip)
 
 
-def test_it_holds_the_files_of_the_sif(folder: Path, sqsh: Path) -> None:
+def test_it_holds_the_files_of_the_sif(folder, sqsh):
     assert imgkit("sif", folder / "x.tar", "-o", folder / "x.sif", "--no-test").returncode == 0
     # The .sif has no folder for the program to begin in, and no /etc/group.
     assert changed_paths(folder / "x.sif", sqsh) == ["etc/group", "work", "work/in side"]
     (folder / "x.sif").unlink()
 
 
-def test_the_same_image_gives_the_same_bytes(folder: Path, sqsh: Path) -> None:
+def test_the_same_image_gives_the_same_bytes(folder, sqsh):
     again = folder / "again"
     again.mkdir()
     env = only("old", again)
@@ -166,7 +166,7 @@ def test_the_same_image_gives_the_same_bytes(folder: Path, sqsh: Path) -> None:
     shutil.rmtree(again)
 
 
-def test_an_up_to_date_file_is_left_alone(folder: Path, sqsh: Path) -> None:
+def test_an_up_to_date_file_is_left_alone(folder, sqsh):
     before = sqsh.stat()
     result = imgkit("sif", folder / "x.tar", "-o", sqsh)
     assert "up to date" in result.stdout
@@ -187,7 +187,7 @@ def copy(sqsh: Path, tmp_path: Path) -> Path:
     return Path(shutil.copy(sqsh, tmp_path))
 
 
-def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
+def test_verify_notices_each_kind_of_damage(copy):
     content = copy.read_bytes()
     fine = {"sha256": "ok", "squashfs": "ok", "content": "ok", "manifest": "warn"}
     assert verdicts(copy) == fine
@@ -203,7 +203,7 @@ def test_verify_notices_each_kind_of_damage(copy: Path) -> None:
     assert verdicts(copy) == {**fine, "sha256": "warn"}
 
 
-def test_show_prints_image_and_compression(call: Call, sqsh: Path) -> None:
+def test_show_prints_image_and_compression(call, sqsh):
     answer = json.loads(call("show", str(sqsh), "--json")[1])
     assert (answer["kind"], answer["arch"], answer["record"]["compression"]) == ("sqsh", "amd64", "gzip 6")
 
@@ -232,9 +232,7 @@ def refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         (("-o", "x.tar"), "target exists and is not a .sqsh"),
     ],
 )
-def test_what_a_sqsh_cannot_be_is_refused(
-    refused: Callable[..., str], folder: Path, args: tuple[str, ...], reason: str
-) -> None:
+def test_what_a_sqsh_cannot_be_is_refused(refused, folder, args, reason):
     assert reason in refused(folder, "sif", "x.tar", "--format", "sqsh", *args)
 
 
@@ -246,17 +244,13 @@ def test_what_a_sqsh_cannot_be_is_refused(
         (("shell",), "is not a .sif"),
     ],
 )
-def test_verbs_of_a_sif_refuse_a_sqsh_by_name(
-    refused: Callable[..., str], folder: Path, sqsh: Path, args: tuple[str, ...], reason: str
-) -> None:
+def test_verbs_of_a_sif_refuse_a_sqsh_by_name(refused, folder, sqsh, args, reason):
     assert reason in refused(folder, *args, sqsh)
 
 
 @pytest.mark.singularity
 @pytest.mark.parametrize("runtime", ["singularity", pytest.param("apptainer", marks=pytest.mark.soak)])
-def test_singularity_starts_it_with_its_variables(
-    folder: Path, sqsh: Path, as_user: Sequence[str], runtime: str
-) -> None:
+def test_singularity_starts_it_with_its_variables(folder, sqsh, as_user, runtime):
     plain = folder / "plain.sqsh"
     plain.symlink_to(sqsh)
     request = JobRequest.of(
@@ -275,7 +269,7 @@ def test_singularity_starts_it_with_its_variables(
     assert not {"TWICE=1", "OLD=1"} & {*variables}
 
 
-def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], folder: Path, sqsh: Path) -> None:
+def test_runtimes_that_start_no_sqsh_refuse_it(refused, folder, sqsh):
     plain = folder / "plain.sqsh"
     plain.symlink_to(sqsh)
     args = ("run", "cpu", "--runtime", "docker", "--dry-run", "--image", plain, "--", "dist-env")
@@ -283,12 +277,12 @@ def test_runtimes_that_start_no_sqsh_refuse_it(refused: Callable[..., str], fold
     plain.unlink()
 
 
-def test_a_sqsh_is_not_sent_to_a_remote(sqsh: Path) -> None:
+def test_a_sqsh_is_not_sent_to_a_remote(sqsh):
     with pytest.raises(UsageError, match=r"imgkit run sends a \.sif, and this is a \.sqsh"):
         image_source.find_image_source(str(sqsh), JobRequest.of(), "cpu")
 
 
-def test_a_value_that_no_line_holds_leaves_no_file(refused: Callable[..., str], tmp_path: Path) -> None:
+def test_a_value_that_no_line_holds_leaves_no_file(refused, tmp_path):
     config = {"Env": ["PATH=/bin", "MINE=/a:${MINE}"]}
     (tmp_path / "x.tar").write_bytes(archive([layer()], config=config))
     message = refused(tmp_path, "sif", "x.tar", "--format", "sqsh")
@@ -297,9 +291,7 @@ def test_a_value_that_no_line_holds_leaves_no_file(refused: Callable[..., str], 
 
 
 @pytest.mark.parametrize("size", [0.3, 0.9])
-def test_a_damaged_archive_leaves_the_old_file(
-    refused: Callable[..., str], folder: Path, copy: Path, size: float
-) -> None:
+def test_a_damaged_archive_leaves_the_old_file(refused, folder, copy, size):
     content = (folder / "x.tar").read_bytes()
     (copy.parent / "y.tar").write_bytes(content[: int(len(content) * size)])
     refused(copy.parent, "sif", "y.tar", "-o", copy.name, "--force", code=1)
@@ -329,9 +321,7 @@ def kill(source: Path, target: Path, stage: str, patch: Callable[[], None] = lam
 
 @pytest.mark.parametrize("stage", ["merge and squash", "check", "make durable"])
 @pytest.mark.parametrize("older", [False, True])
-def test_a_killed_conversion_leaves_the_old_file_or_none(
-    folder: Path, sqsh: Path, tmp_path: Path, stage: str, older: bool
-) -> None:
+def test_a_killed_conversion_leaves_the_old_file_or_none(folder, sqsh, tmp_path, stage, older):
     target = tmp_path / "x.sqsh"
     if older:
         target.write_bytes(b"hsqs the old one")
@@ -342,7 +332,7 @@ def test_a_killed_conversion_leaves_the_old_file_or_none(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x.sqsh", "x.sqsh.sha256"]
 
 
-def test_a_kill_before_the_checksum_leaves_none(folder: Path, sqsh: Path, tmp_path: Path) -> None:
+def test_a_kill_before_the_checksum_leaves_none(folder, sqsh, tmp_path):
     def patch() -> None:
         sqsh_files.files.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
@@ -356,7 +346,7 @@ def test_a_kill_before_the_checksum_leaves_none(folder: Path, sqsh: Path, tmp_pa
     assert verdicts(target)["sha256"] == "ok"
 
 
-def test_mksquashfs_without_zstd_is_told(folder: Path, tmp_path: Path) -> None:
+def test_mksquashfs_without_zstd_is_told(folder, tmp_path):
     real = shutil.which("mksquashfs")
     without_zstd = f'case "$1" in -help*) {real} "$1" 2>&1 | grep -v zstd; exit 1;; esac\nexec {real} "$@"'
     program = write_program(tmp_path / "programs/mksquashfs", without_zstd)
@@ -369,7 +359,7 @@ def test_mksquashfs_without_zstd_is_told(folder: Path, tmp_path: Path) -> None:
     assert imgkit("sif", folder / "x.tar", "-o", target, env=env).returncode == 0
 
 
-def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
     data = os.urandom(3_000_000)
     (tmp_path / "x.tar").write_bytes(archive([[*layer(), tar_entry("data", data)]]))
     with small_disk(tmp_path / "disk", 3 << 10) as disk:
@@ -381,7 +371,7 @@ def test_a_full_disk_is_named_and_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.docker
-def test_an_image_of_the_engine_gives_the_same_files(folder: Path, sqsh: Path, tmp_path: Path) -> None:
+def test_an_image_of_the_engine_gives_the_same_files(folder, sqsh, tmp_path):
     tag = f"imgkit-test-sqsh-{os.getpid()}:1"
     loaded = output("docker", "load", "-i", folder / "x.tar")
     name = loaded.partition("Loaded image")[2].partition(": ")[2].strip()
@@ -395,7 +385,7 @@ def test_an_image_of_the_engine_gives_the_same_files(folder: Path, sqsh: Path, t
 
 @pytest.mark.soak
 @pytest.mark.skipif(not PYXIS, reason="IMGKIT_PYXIS names no folder with enroot")
-def test_enroot_starts_it(sqsh: Path, as_user: Sequence[str]) -> None:
+def test_enroot_starts_it(sqsh, as_user):
     folder = public_folder("enroot")
     folder.chmod(0o777)
     variables = [f"{name}={folder}/{name}" for name in ("HOME", "XDG_RUNTIME_DIR", "XDG_DATA_HOME")]

@@ -138,7 +138,7 @@ def differences(first: Tree, second: Tree) -> dict[str, list[dict[str, Any]]]:
     return differing
 
 
-def test_trees_of_both_writers_differ_in_the_listed_entries_only(trees: tuple[str, Tree, Tree]) -> None:
+def test_trees_of_both_writers_differ_in_the_listed_entries_only(trees):
     user, of_imgkit, of_runtime = trees
     differing = differences(of_imgkit, of_runtime)
     runtime_paths = [path for path in differing if RUNTIMES_OWN.fullmatch(path)]
@@ -147,14 +147,14 @@ def test_trees_of_both_writers_differ_in_the_listed_entries_only(trees: tuple[st
     assert {path: values for path, values in differing.items() if path not in runtime_paths} == ALLOWED[user]
 
 
-def test_difference_that_is_not_listed_is_found(trees: tuple[str, Tree, Tree]) -> None:
+def test_difference_that_is_not_listed_is_found(trees):
     _, of_imgkit, _ = trees
     changed = {**of_imgkit, "etc/passwd": {**of_imgkit["etc/passwd"], "mode": "0o100600"}}
     assert list(differences(of_imgkit, changed)) == ["etc/passwd"]
     assert differences(of_imgkit, {}).keys() == of_imgkit.keys()
 
 
-def test_trees_hold_what_the_layers_show(trees: tuple[str, Tree, Tree]) -> None:
+def test_trees_hold_what_the_layers_show(trees):
     """The comparison is not one of two empty trees."""
     for tree in trees[1:]:
         assert tree["opaque/above"]["content"] == b"shown"

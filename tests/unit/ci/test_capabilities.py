@@ -40,7 +40,7 @@ def pytest_without_docker(folder: Path, require: str) -> subprocess.CompletedPro
     )
 
 
-def test_missing_docker_skips_with_the_remedy(tmp_path: Path) -> None:
+def test_missing_docker_skips_with_the_remedy(tmp_path):
     result = pytest_without_docker(tmp_path, "")
     assert result.returncode == 0
     assert "1 passed, 2 skipped" in result.stdout
@@ -50,19 +50,19 @@ def test_missing_docker_skips_with_the_remedy(tmp_path: Path) -> None:
     )
 
 
-def test_missing_docker_fails_where_required(tmp_path: Path) -> None:
+def test_missing_docker_fails_where_required(tmp_path):
     result = pytest_without_docker(tmp_path, "docker,cluster")
     assert result.returncode == 1
     assert "docker is required by IMGKIT_REQUIRE" in result.stdout
 
 
-def test_missing_program_fails_where_required(tmp_path: Path) -> None:
+def test_missing_program_fails_where_required(tmp_path):
     result = pytest_without_docker(tmp_path, "programs")
     assert result.returncode == 1
     assert "programs is required by IMGKIT_REQUIRE: no absent-program" in result.stdout
 
 
-def test_unknown_requirement_is_refused(tmp_path: Path) -> None:
+def test_unknown_requirement_is_refused(tmp_path):
     result = pytest_without_docker(tmp_path, "dokcer")
     assert result.returncode == 4
     assert "dokcer" in result.stderr

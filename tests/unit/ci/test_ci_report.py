@@ -35,13 +35,13 @@ def report(folder: Path, *cases: str, alone: str = "") -> Report:
     return Report(stdout.getvalue(), code)
 
 
-def test_parts_show_minutes_and_failures(tmp_path: Path) -> None:
+def test_parts_show_minutes_and_failures(tmp_path):
     lines = report(tmp_path, PASSED).stdout.splitlines()
     assert lines[0].split() == ["0.5", "min", "lint", "ok"]
     assert lines[1].split() == ["1.5", "min", "tests:", "lab", "FAILED", "(1)"]
 
 
-def test_slowest_tests_come_first_without_their_group(tmp_path: Path) -> None:
+def test_slowest_tests_come_first_without_their_group(tmp_path):
     cases = [f'<testcase classname="tests.c" name="test_{n}@wires" time="{n}.5"/>' for n in range(25)]
     lines = report(tmp_path, *cases).stdout.partition("slowest tests:\n")[2].splitlines()
     assert lines[0].split() == ["24.5", "s", "lab:", "tests.c.test_24"]
@@ -49,45 +49,45 @@ def test_slowest_tests_come_first_without_their_group(tmp_path: Path) -> None:
     assert lines[20] == ""
 
 
-def test_skips_of_one_reason_share_a_line(tmp_path: Path) -> None:
+def test_skips_of_one_reason_share_a_line(tmp_path):
     result = report(tmp_path, NO_DOCKER.format("t1"), NO_DOCKER.format("t2"))
     assert "lab: tests.b.t1 and 1 more: docker: no engine answers" in result.stdout
 
 
-def test_total_counts_every_outcome(tmp_path: Path) -> None:
+def test_total_counts_every_outcome(tmp_path):
     result = report(tmp_path, PASSED, FAILED, UNASKED)
     assert result.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 1 skipped"
 
 
-def test_test_that_passes_alone_is_named_and_counts_as_passed(tmp_path: Path) -> None:
+def test_test_that_passes_alone_is_named_and_counts_as_passed(tmp_path):
     result = report(tmp_path, PASSED, FAILED, alone=FAILED.partition("<failure")[0].rstrip(">") + "/>")
     assert "failed among others, passed alone:\n  lab: tests.a.test_two\n" in result.stdout
     assert result.stdout.splitlines()[-1] == "total: 2 passed, 0 failed, 0 skipped"
     assert result.returncode == 0
 
 
-def test_test_that_fails_alone_too_stays_a_failure(tmp_path: Path) -> None:
+def test_test_that_fails_alone_too_stays_a_failure(tmp_path):
     result = report(tmp_path, PASSED, FAILED, alone=FAILED)
     assert "passed alone" not in result.stdout
     assert result.stdout.splitlines()[-1] == "total: 1 passed, 1 failed, 0 skipped"
     assert result.returncode == 1
 
 
-def test_failed_test_that_did_not_run_alone_fails_the_report(tmp_path: Path) -> None:
+def test_failed_test_that_did_not_run_alone_fails_the_report(tmp_path):
     failed = FAILED.replace("test_two", "test_two@loop shapes")
     result = report(tmp_path, PASSED, failed)
     assert result.returncode == 1
     assert "total: 1 passed, 1 failed, 0 skipped" in result.stdout
 
 
-def test_run_without_tests_fails(tmp_path: Path) -> None:
+def test_run_without_tests_fails(tmp_path):
     result = report(tmp_path)
     assert result.returncode == 1
     assert "no test ran" in result.stdout
 
 
 @pytest.mark.parametrize(("passed", "code"), [(9, 1), (10, 0)])
-def test_tenth_of_the_tests_skipped_fails(tmp_path: Path, passed: int, code: int) -> None:
+def test_tenth_of_the_tests_skipped_fails(tmp_path, passed, code):
     cases = [f'<testcase classname="tests.c" name="test_{n}"/>' for n in range(passed)]
     result = report(tmp_path, NO_DOCKER.format("t"), *cases)
     assert result.returncode == code

@@ -30,12 +30,12 @@ def run(script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_scripts_are_found() -> None:
+def test_scripts_are_found():
     assert {"check", "quickstart", "lab/base-image", "lab/engine", "lab/cluster"} <= set(SCRIPTS)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_how_to_use_it(script: str) -> None:
+def test_help_says_how_to_use_it(script):
     result = run(script, "--help")
     assert result.returncode == 0
     assert Path(script).name in result.stdout
@@ -46,19 +46,19 @@ def test_help_says_how_to_use_it(script: str) -> None:
 @pytest.mark.parametrize(
     "script", ["check", "gpu", "quickstart", "release", "lab/base-image", "lab/install-singularity"]
 )
-def test_unknown_option_is_refused(script: str) -> None:
+def test_unknown_option_is_refused(script):
     result = run(script, "--no-such-option")
     assert result.returncode == 2
 
 
-def test_no_gpu_is_a_reason_to_skip(tmp_path: Path) -> None:
+def test_no_gpu_is_a_reason_to_skip(tmp_path):
     write_program(tmp_path / "python3", '[ "$2" != "import torch" ]')
     result = run("gpu", str(tmp_path / "gpu.json"), PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert (result.returncode, result.stdout) == (0, "gpu: skipped: python3 has no torch\n")
     assert not (tmp_path / "gpu.json").exists()
 
 
-def test_release_names_all_that_is_missing(tmp_path: Path) -> None:
+def test_release_names_all_that_is_missing(tmp_path):
     copy = tmp_path / "copy"
     if subprocess.run(["git", "clone", "-q", CI.parent, copy], check=False).returncode != 0:
         pytest.skip("not a checkout of git")
@@ -76,7 +76,7 @@ def test_release_names_all_that_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["lab/engine", "lab/binfmt"])
-def test_unknown_verb_is_refused(script: str) -> None:
+def test_unknown_verb_is_refused(script):
     assert run(script, "explode").returncode == 2
     assert run(script).returncode == 2
 
@@ -90,25 +90,25 @@ def test_unknown_verb_is_refused(script: str) -> None:
         "imgkit.local/standin:",
     ],
 )
-def test_standin_never_bears_another_name(name: str) -> None:
+def test_standin_never_bears_another_name(name):
     result = run("lab/base-image", name)
     assert result.returncode == 2
     assert "imgkit.local/standin:TAG" in result.stderr
 
 
-def test_unknown_architecture_is_refused() -> None:
+def test_unknown_architecture_is_refused():
     result = run("lab/base-image", "--arch", "s390x")
     assert result.returncode == 2
     assert "amd64, arm64" in result.stderr
 
 
-def test_installed_programs_need_no_apt() -> None:
+def test_installed_programs_need_no_apt():
     result = run("lab/apt-install", "sh:dash", "ls:coreutils")
     assert result.returncode == 0
     assert result.stderr == ""
 
 
-def test_missing_package_without_apt_is_named(tmp_path: Path) -> None:
+def test_missing_package_without_apt_is_named(tmp_path):
     # Only the programs that the script itself starts: no apt-get, as on another distribution.
     for name in ("bash", "id", "env"):
         (tmp_path / name).symlink_to(subprocess.check_output(["which", name], text=True).strip())
@@ -126,7 +126,7 @@ def test_missing_package_without_apt_is_named(tmp_path: Path) -> None:
     assert "bash" not in result.stderr
 
 
-def test_engine_refuses_a_long_socket_path(tmp_path: Path) -> None:
+def test_engine_refuses_a_long_socket_path(tmp_path):
     result = run("lab/engine", "status", "--private", str(tmp_path / ("x" * 100)))
     assert result.returncode == 2
     assert "too long" in result.stderr

@@ -20,15 +20,15 @@ AFTER = EngineState(
 
 
 @pytest.mark.parametrize(("is_alone", "removed"), [(False, ["made"]), (True, ["made", "others"])])
-def test_only_the_runs_own_dangling_images_are_removed(is_alone: bool, removed: list[str]) -> None:
+def test_only_the_runs_own_dangling_images_are_removed(is_alone, removed):
     assert leftovers.removable_images(BEFORE, AFTER, is_alone=is_alone) == removed
 
 
-def test_new_build_cache_is_removed_before_what_it_needs() -> None:
+def test_new_build_cache_is_removed_before_what_it_needs():
     assert leftovers.removable_cache(BEFORE, AFTER) == ["k3", "k2"]
 
 
-def test_everything_new_on_the_engine_is_named() -> None:
+def test_everything_new_on_the_engine_is_named():
     assert leftovers.engine_leftovers(BEFORE, AFTER) == [
         "container c1 debian test",
         "image imgkit-test:1",
@@ -39,13 +39,13 @@ def test_everything_new_on_the_engine_is_named() -> None:
     ]
 
 
-def test_engine_that_does_not_answer_is_not_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_that_does_not_answer_is_not_empty(monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "unix:///nonexistent/docker.sock")
     with pytest.raises((OSError, leftovers.subprocess.CalledProcessError)):
         leftovers.read_engine()
 
 
-def test_processes_of_the_run_are_told_from_others() -> None:
+def test_processes_of_the_run_are_told_from_others():
     environ = "A=1\0RUN=/checkout\0"
     processes = {
         1: Process(parent=0, argv="init", environ=""),

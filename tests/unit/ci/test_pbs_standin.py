@@ -18,7 +18,7 @@ from pbs_standin.submission import parse_submission
 SITE = Site(state=Path("/state"), home=Path("/state/home/me"), nodes=("node1", "node2"))
 
 
-def test_command_line_wins_over_directives() -> None:
+def test_command_line_wins_over_directives():
     script = "#!/bin/sh\n#PBS -N two -q slow -j oe\n# why\n\n#PBS -l walltime=1:00:30\ntrue\n#PBS -A late\n"
     submission = parse_submission(script, ["-q", "fast", "-A", "mine"], "/work")
     assert (submission.name, submission.queue, submission.account) == ("two", "fast", "mine")
@@ -34,7 +34,7 @@ def test_command_line_wins_over_directives() -> None:
         ("select=2:mpiprocs=2,place=scatter:excl", ["node1", "node1", "node2", "node2"]),
     ],
 )
-def test_node_file_has_a_line_for_each_process(limits: str, lines: list[str]) -> None:
+def test_node_file_has_a_line_for_each_process(limits, lines):
     submission = parse_submission("", ["-l", limits], "/work")
     assert submission.resources.list_hosts(SITE.nodes) == lines
 
@@ -50,13 +50,13 @@ def test_node_file_has_a_line_for_each_process(limits: str, lines: list[str]) ->
         (["script.sh"], "illegal words ['script.sh']"),
     ],
 )
-def test_what_pbs_refuses_is_refused(args: list[str], message: str) -> None:
+def test_what_pbs_refuses_is_refused(args, message):
     with pytest.raises(RefusedError) as refused:
         Job(SITE, JobId(number=0), parse_submission("", args, "/work"))
     assert str(refused.value) == f"qsub: {message}\n"
 
 
-def test_subjobs_have_ids_outputs_and_variables_of_their_own() -> None:
+def test_subjobs_have_ids_outputs_and_variables_of_their_own():
     submission = parse_submission("", ["-J", "0-4:2", "-A", "mine"], "/work")
     assert submission.indices is not None
     array = ArrayJob(SITE, 7, submission, submission.indices)
@@ -68,7 +68,7 @@ def test_subjobs_have_ids_outputs_and_variables_of_their_own() -> None:
     assert "job_state = B" in array.status_text()
 
 
-def test_ranks_of_mpiexec_fill_one_node_after_another() -> None:
+def test_ranks_of_mpiexec_fill_one_node_after_another():
     launch = mpi.parse_mpiexec(["-n", "3", "--ppn", "2", "--env", "A=b=c", "prog", "-n"])
     assert (launch.argv, launch.env) == (["prog", "-n"], {"A": "b=c"})
     env = launch.rank_environment(2)
@@ -80,13 +80,11 @@ def test_ranks_of_mpiexec_fill_one_node_after_another() -> None:
     [([0, 0], [0, 0], 0), ([None, 3], [271, 3], 3), ([None, None], [0, 271], 15)],
     ids=["success", "first failure", "killed"],
 )
-def test_mpiexec_ends_as_the_first_failed_rank(
-    at_end: list[int | None], final: list[int], status: int
-) -> None:
+def test_mpiexec_ends_as_the_first_failed_rank(at_end, final, status):
     assert mpi.exit_status(at_end, final) == status
 
 
-def test_program_prints_what_the_server_answers(tmp_path: Path) -> None:
+def test_program_prints_what_the_server_answers(tmp_path):
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()

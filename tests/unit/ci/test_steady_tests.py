@@ -14,5 +14,5 @@ from steady_tests import select_reruns
     ],
     ids=["few", "too many"],
 )
-def test_few_failed_tests_run_again_without_their_group(failed: list[str], reruns: list[str]) -> None:
+def test_few_failed_tests_run_again_without_their_group(failed, reruns):
     assert list(select_reruns(dict.fromkeys(failed, True))) == reruns

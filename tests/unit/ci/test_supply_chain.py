@@ -32,7 +32,7 @@ def steps() -> Iterator[dict[str, Any]]:
         yield from job["steps"]
 
 
-def test_actions_and_images_are_named_by_digest() -> None:
+def test_actions_and_images_are_named_by_digest():
     used = [step["uses"] for step in steps() if "uses" in step]
     assert used
     assert [action for action in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", action)] == []
@@ -42,7 +42,7 @@ def test_actions_and_images_are_named_by_digest() -> None:
     assert "image" not in GITLAB, "a shell executor needs none"
 
 
-def test_pipelines_may_read_and_one_job_may_push() -> None:
+def test_pipelines_may_read_and_one_job_may_push():
     assert GITHUB["permissions"] == {"contents": "read"}
     granted = {name: job["permissions"] for name, job in GITHUB["jobs"].items() if "permissions" in job}
     assert granted == {"image": {"contents": "read", "packages": "write"}}
@@ -52,7 +52,7 @@ def test_pipelines_may_read_and_one_job_may_push() -> None:
     assert all(step["with"] == {"persist-credentials": False} for step in checkouts)
 
 
-def test_token_is_seen_by_the_step_that_pushes_alone() -> None:
+def test_token_is_seen_by_the_step_that_pushes_alone():
     seen = [step["name"] for step in steps() if "secrets." in str(step)]
     assert seen == ["push"]
     outside = {key: value for key, value in GITHUB.items() if key != "jobs"}
@@ -71,7 +71,7 @@ def locked(name: str) -> Iterator[tuple[Requirement, int]]:
 
 
 @pytest.mark.parametrize("name", ["run", "dev", "docs", "uv"])
-def test_every_locked_package_has_one_version_and_hashes(name: str) -> None:
+def test_every_locked_package_has_one_version_and_hashes(name):
     packages = list(locked(name))
     assert packages
     for requirement, hashes in packages:
@@ -89,7 +89,7 @@ PYTHONS = {
 @pytest.mark.parametrize(
     ("name", "python"), [(name, python) for name, versions in PYTHONS.items() for python in versions]
 )
-def test_lock_holds_what_the_project_asks_for(name: str, python: str) -> None:
+def test_lock_holds_what_the_project_asks_for(name, python):
     requirements = [
         *PROJECT["dependencies"],
         *(text for extra in EXTRAS[name] for text in PROJECT["optional-dependencies"][extra]),
@@ -116,14 +116,14 @@ def test_lock_holds_what_the_project_asks_for(name: str, python: str) -> None:
                 )
 
 
-def test_environment_takes_nothing_without_a_hash() -> None:
+def test_environment_takes_nothing_without_a_hash():
     text = (ROOT / "ci/lab/venv").read_text(encoding="utf-8")
     installs = [line for line in text.splitlines() if line.startswith(('"${pip[@]}" install', '"${uv[@]}"'))]
     assert len(installs) == 3
     assert all("--require-hashes" in line or "--no-deps --no-build-isolation" in line for line in installs)
 
 
-def test_unknown_extra_names_the_lists() -> None:
+def test_unknown_extra_names_the_lists():
     result = subprocess.run(
         [ROOT / "ci/lab/venv", "--extra", "nothing", "/nonexistent/venv"], capture_output=True, text=True
     )

@@ -41,18 +41,18 @@ CONFIG = ClusterConfig(
         ("fault kill node1 srun", "fault kill node1 srun", ""),
     ],
 )
-def test_command_of_a_node_is_split_off(line: str, args: str, node_command: str) -> None:
+def test_command_of_a_node_is_split_off(line, args, node_command):
     assert command.split_command(line.split()) == (args.split(), node_command.split())
 
 
-def test_command_is_required(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_is_required(capsys):
     with pytest.raises(SystemExit) as stopped:
         command.main(["exec", "node1"])
     assert stopped.value.code == 2
     assert "no command: cluster exec NODE -- CMD" in capsys.readouterr().err
 
 
-def test_cluster_is_found_while_its_keeper_lives(tmp_path: Path) -> None:
+def test_cluster_is_found_while_its_keeper_lives(tmp_path):
     keeper = identify(os.getpid())
     cluster = Cluster(config=replace(CONFIG, state=tmp_path), keeper=keeper, nodes={"node1": keeper})
     write_cluster(cluster)
@@ -63,7 +63,7 @@ def test_cluster_is_found_while_its_keeper_lives(tmp_path: Path) -> None:
     assert read_cluster(tmp_path) is not None
 
 
-def test_nodes_have_names_and_addresses() -> None:
+def test_nodes_have_names_and_addresses():
     assert format_hosts(CONFIG).splitlines()[2:] == [
         "10.42.0.1 login",
         "10.42.0.11 node1",
@@ -71,7 +71,7 @@ def test_nodes_have_names_and_addresses() -> None:
     ]
 
 
-def test_slurm_gets_the_nodes_as_ranges() -> None:
+def test_slurm_gets_the_nodes_as_ranges():
     lines = format_slurm_conf(CONFIG, SLURM).splitlines()
     assert "NodeName=node[1-2] NodeAddr=10.42.0.[11-12] Sockets=1 CoresPerSocket=16" in lines[-3]
     assert "RealMemory=64000 Gres=gpu:2 State=UNKNOWN" in lines[-3]
@@ -79,7 +79,7 @@ def test_slurm_gets_the_nodes_as_ranges() -> None:
     assert format_gres_conf(Path("/state"), 2).endswith("File=/state/gpu/nvidia[0-1]\n")
 
 
-def test_single_node_without_gpus_limits_memory() -> None:
+def test_single_node_without_gpus_limits_memory():
     slurm = replace(SLURM, gpus=0, limit_memory=True)
     text = format_slurm_conf(replace(CONFIG, nodes=1), slurm)
     assert "NodeName=node1 NodeAddr=10.42.0.11 " in text
@@ -91,7 +91,7 @@ def test_single_node_without_gpus_limits_memory() -> None:
     ("change", "message"),
     [({"nodes": 65}, "1 to 64 nodes"), ({"private": ("/",)}, "or the state directory lies in it")],
 )
-def test_impossible_cluster_is_refused(change: dict[str, object], message: str, tmp_path: Path) -> None:
+def test_impossible_cluster_is_refused(change, message, tmp_path):
     with pytest.raises(ClusterError, match=message):
         bring_up(replace(CONFIG, **{"state": tmp_path / "state", **change}))  # type: ignore[arg-type]
     assert not (tmp_path / "state").exists()
@@ -107,11 +107,11 @@ def test_impossible_cluster_is_refused(change: dict[str, object], message: str, 
         ("python3\0train.py\0", "sshd", False),
     ],
 )
-def test_daemons_are_killed_by_name_alone(argv: str, text: str, killed: bool) -> None:
+def test_daemons_are_killed_by_name_alone(argv, text, killed):
     assert is_victim(argv, text) == killed
 
 
-def test_wire_holds_frames_in_order() -> None:
+def test_wire_holds_frames_in_order():
     queue = DelayQueue(0.25)
     assert queue.seconds_to_next(0.0) == 1.0
     queue.put(1.0, to_switch=True, frame=b"first")
@@ -122,7 +122,7 @@ def test_wire_holds_frames_in_order() -> None:
     assert list(queue.take_due(2.0)) == [(False, b"second")]
 
 
-def test_states_and_exit_codes_are_read() -> None:
+def test_states_and_exit_codes_are_read():
     assert parse_node_states("node1 idle\nnode1 idle\nnode2 alloc\nslurm_load_node: error x\n") == {
         "node1": "idle",
         "node2": "alloc",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from imgkit_builder.recipe.load import load
@@ -12,14 +10,14 @@ from imgkit_entrypoints.errors import UsageError, shorten_message
 
 @pytest.mark.parametrize("value", ["x" * 5000, "word " * 1000, "/a" * 2000])
 @pytest.mark.parametrize("form", ["{0!r} is no name; near: {0!r}", "there is no {0}", '"{0}"'])
-def test_long_value_is_shortened(value: str, form: str) -> None:
+def test_long_value_is_shortened(value, form):
     text = shorten_message(form.format(value))
     assert "…" in text
     assert len(text) < 260
     assert str(UsageError(form.format(value), where=value, hint=value)).count("\n") == 1
 
 
-def test_ordinary_text_stays_as_it_is() -> None:
+def test_ordinary_text_stays_as_it_is():
     text = "it's here: 'a b' and \"c\"\n  -> " + "try this, " * 60 + "\n" + "/folder" * 20
     assert shorten_message(text) == text
 
@@ -28,7 +26,7 @@ def test_ordinary_text_stays_as_it_is() -> None:
     "line",
     ["base: {}", "env: {{A B: {}}}", "workdir: {}", "{}: 1", "platform: {}", "pip: [{{packages: [{}]}}]"],
 )
-def test_recipe_with_a_long_value_refused_in_a_few_lines(tmp_path: Path, line: str) -> None:
+def test_recipe_with_a_long_value_refused_in_a_few_lines(tmp_path, line):
     file = tmp_path / "r.yaml"
     file.write_text(f"extends: mn5\nimage:\n  {line.format('x y' * 2000)}\n")
     with pytest.raises(UsageError) as caught:

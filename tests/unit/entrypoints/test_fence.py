@@ -14,19 +14,19 @@ def env(folder: Path, attempt: int, job: str = "4711") -> dict[str, str]:
     return {"IMGKIT_RUN_DIR": str(folder), "IMGKIT_JOB_ID": job, "IMGKIT_ATTEMPT": str(attempt)}
 
 
-def test_current_attempt_writes(tmp_path: Path) -> None:
+def test_current_attempt_writes(tmp_path):
     assert fence.admit_attempt(tmp_path, "4711", 2, "a1") == ""
     fence.check_fence(env(tmp_path, 2))
 
 
 @pytest.mark.parametrize(("attempt", "job"), [(1, "4711"), (3, "4711"), (2, "4712")])
-def test_other_attempt_is_kept_out(tmp_path: Path, attempt: int, job: str) -> None:
+def test_other_attempt_is_kept_out(tmp_path, attempt, job):
     fence.admit_attempt(tmp_path, "4711", 2, "a1")
     with pytest.raises(OSError, match=f"attempt {attempt} of the run is over, .*attempt says '4711 2 a1'"):
         fence.check_fence(env(tmp_path, attempt, job))
 
 
-def test_same_attempt_of_an_earlier_start_is_kept_out(tmp_path: Path) -> None:
+def test_same_attempt_of_an_earlier_start_is_kept_out(tmp_path):
     fence.admit_attempt(tmp_path, "4711", 1, "b2")  # a requeued job keeps its id
     fence.check_fence({**env(tmp_path, 1), fence.VARIABLE: "b2"})
     fence.check_fence(env(tmp_path, 1))  # another node, which does not know the word
@@ -34,14 +34,14 @@ def test_same_attempt_of_an_earlier_start_is_kept_out(tmp_path: Path) -> None:
         fence.check_fence({**env(tmp_path, 1), fence.VARIABLE: "a1"})
 
 
-def test_nobody_is_kept_out_where_no_launcher_says_the_attempt(tmp_path: Path) -> None:
+def test_nobody_is_kept_out_where_no_launcher_says_the_attempt(tmp_path):
     fence.check_fence(env(tmp_path, 1))
     fence.admit_attempt(tmp_path, "4711", 2, "a1")
     fence.check_fence({"IMGKIT_RUN_DIR": str(tmp_path)})
     fence.check_fence({"IMGKIT_ATTEMPT": "1"})
 
 
-def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fence_that_cannot_move_is_taken_down(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -53,7 +53,7 @@ def test_fence_that_cannot_move_is_taken_down(tmp_path: Path, monkeypatch: pytes
     fence.check_fence(env(tmp_path, 2))
 
 
-def test_late_checkpoint_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_checkpoint_changes_nothing(tmp_path, monkeypatch):
     def save(step: int, attempt: int, late: bool = False) -> None:
         for name, value in env(tmp_path, attempt).items():
             monkeypatch.setenv(name, value)

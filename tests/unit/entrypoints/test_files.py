@@ -59,9 +59,7 @@ def file_names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("name", [".state-saved.{pid}", ".state-saved.00c0ffee.part"])
-def test_planted_link_is_not_followed(
-    tmp_path: Path, victim: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_link_is_not_followed(tmp_path, victim, name, monkeypatch):
     monkeypatch.setattr("secrets.token_hex", lambda size: "00c0ffee"[: 2 * size])  # the luckiest guess
     folder = tmp_path / "run"
     folder.mkdir()
@@ -75,14 +73,14 @@ def test_planted_link_is_not_followed(
     assert victim.read_text() == "mine\n"
 
 
-def test_link_at_the_target_is_replaced(tmp_path: Path, victim: Path) -> None:
+def test_link_at_the_target_is_replaced(tmp_path, victim):
     target = tmp_path / "config.json"
     target.symlink_to(victim)
     files.write_file(target, "{}")
     assert (target.is_symlink(), target.read_text(), victim.read_text()) == (False, "{}", "mine\n")
 
 
-def test_new_file_has_the_mode_of_the_umask(tmp_path: Path) -> None:
+def test_new_file_has_the_mode_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         files.write_file(tmp_path / "x", "")
@@ -91,7 +89,7 @@ def test_new_file_has_the_mode_of_the_umask(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
 
 
-def test_file_then_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_then_folder_are_synced(tmp_path, monkeypatch):
     synced: list[bool] = []
     fsync = os.fsync
 
@@ -104,7 +102,7 @@ def test_file_then_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert synced == [False, True]
 
 
-def test_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sync_keeps_the_old_file(tmp_path, monkeypatch):
     def broken(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
@@ -115,7 +113,7 @@ def test_failed_sync_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Monk
     assert (file_names(tmp_path), (tmp_path / "x").read_text()) == (["x"], "old")
 
 
-def test_interrupt_leaves_the_old_file_alone(tmp_path: Path) -> None:
+def test_interrupt_leaves_the_old_file_alone(tmp_path):
     files.write_file(tmp_path / "x", "old")
     with contextlib.suppress(KeyboardInterrupt), files.replace_file(tmp_path / "x") as stream:
         stream.write(b"new")
@@ -133,9 +131,7 @@ def test_interrupt_leaves_the_old_file_alone(tmp_path: Path) -> None:
     ],
     ids=["link", "dangling link", "hard link", "pipe"],
 )
-def test_lines_are_added_to_a_file_of_ones_own_only(
-    tmp_path: Path, victim: Path, plant: Callable[[Path, Path], None], reason: str
-) -> None:
+def test_lines_are_added_to_a_file_of_ones_own_only(tmp_path, victim, plant, reason):
     target = tmp_path / "metrics.jsonl"
     plant(*((victim, target) if plant is os.link else (target, victim)))
     with pytest.raises(PermissionError, match=reason):
@@ -146,7 +142,7 @@ def test_lines_are_added_to_a_file_of_ones_own_only(
 
 
 @as_root
-def test_strangers_file_takes_no_lines(shared: Path) -> None:
+def test_strangers_file_takes_no_lines(shared):
     target = shared / "metrics.jsonl"
     as_stranger(lambda: (target.touch(), target.chmod(0o666)))
     with pytest.raises(PermissionError):  # in a sticky folder the kernel itself may refuse
@@ -157,7 +153,7 @@ def test_strangers_file_takes_no_lines(shared: Path) -> None:
 @as_root
 @pytest.mark.parametrize("kind", ["file", "link", "pipe"])
 @pytest.mark.parametrize("name", ["stop", "stop-for-requeue"])
-def test_stop_file_of_a_stranger_does_not_count(shared: Path, name: str, kind: str) -> None:
+def test_stop_file_of_a_stranger_does_not_count(shared, name, kind):
     messages: list[str] = []
     folder = RunFolder(path=shared, log=messages.append)
     plant = {
@@ -174,7 +170,7 @@ def test_stop_file_of_a_stranger_does_not_count(shared: Path, name: str, kind: s
 
 
 @as_root
-def test_persons_file_counts_where_the_program_is_root(tmp_path: Path) -> None:
+def test_persons_file_counts_where_the_program_is_root(tmp_path):
     tmp_path.chmod(0o755)
     os.chown(tmp_path, 1000, 1000)  # the person's folder, and a container that runs as root
     (tmp_path / "stop").touch()
@@ -183,7 +179,7 @@ def test_persons_file_counts_where_the_program_is_root(tmp_path: Path) -> None:
 
 
 @as_root
-def test_start_goes_on_beside_marks_of_a_stranger(shared: Path, victim: Path) -> None:
+def test_start_goes_on_beside_marks_of_a_stranger(shared, victim):
     as_stranger(
         lambda: [
             (shared / name).symlink_to(victim)
@@ -201,7 +197,7 @@ def test_start_goes_on_beside_marks_of_a_stranger(shared: Path, victim: Path) ->
 
 @as_root
 @pytest.mark.parametrize("kind", ["folder", "link"])
-def test_stop_folder_of_a_stranger_is_refused(shared: Path, tmp_path: Path, kind: str) -> None:
+def test_stop_folder_of_a_stranger_is_refused(shared, tmp_path, kind):
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     make = {"folder": lambda path: path.mkdir(0o777), "link": lambda path: path.symlink_to(theirs)}[kind]
@@ -216,7 +212,7 @@ def test_stop_folder_of_a_stranger_is_refused(shared: Path, tmp_path: Path, kind
 
 
 @as_root
-def test_saved_mark_of_a_stranger_does_not_count(shared: Path) -> None:
+def test_saved_mark_of_a_stranger_does_not_count(shared):
     as_stranger(lambda: (shared / "state-saved").write_text("7 40\n"))
     step, reason = stop_protocol.read_saved_step(shared, "7")
     assert step is None
@@ -224,7 +220,7 @@ def test_saved_mark_of_a_stranger_does_not_count(shared: Path) -> None:
 
 
 @as_root
-def test_collectives_are_not_recorded_where_a_stranger_planted_links(shared: Path) -> None:
+def test_collectives_are_not_recorded_where_a_stranger_planted_links(shared):
     from imgkit_entrypoints.launch import nccl
 
     env = {"IMGKIT_DEVICE": "cuda", "IMGKIT_RUN_DIR": str(shared)}
@@ -237,7 +233,7 @@ def test_collectives_are_not_recorded_where_a_stranger_planted_links(shared: Pat
 
 
 @as_root
-def test_folder_that_this_user_cannot_write_is_refused(shared: Path) -> None:
+def test_folder_that_this_user_cannot_write_is_refused(shared):
     shared.chmod(0o755)
 
     def refuse() -> None:

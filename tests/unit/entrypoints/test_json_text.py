@@ -31,19 +31,19 @@ LIMITS = {
 
 
 @pytest.mark.parametrize("text", [DEEP, '{"a":' * 50_000, "NaN", '{"a": -Infinity}', "", "{", b"\xff"])
-def test_faulty_json_refused(text: str | bytes) -> None:
+def test_faulty_json_refused(text):
     with pytest.raises(ValueError, match=r"."):
         json_text.parse(text)
 
 
 @pytest.mark.parametrize("text", LIMITS.values(), ids=LIMITS)
-def test_limits_refuse_what_json_takes(text: str) -> None:
+def test_limits_refuse_what_json_takes(text):
     for document in (text, text.encode()):
         with pytest.raises(ValueError, match=r"."):
             json_text.parse(document)
 
 
-def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
+def test_a_file_is_read_no_further_than_its_limit(tmp_path):
     with pytest.raises(OSError, match="not a regular file"):
         json_text.load(Path("/dev/zero"), most_bytes=1000)
     with (tmp_path / "sparse").open("wb") as file:
@@ -52,20 +52,20 @@ def test_a_file_is_read_no_further_than_its_limit(tmp_path: Path) -> None:
         json_text.load(tmp_path / "sparse", most_bytes=1000)
 
 
-def test_object_between_warnings_found() -> None:
+def test_object_between_warnings_found():
     assert json_text.first_object('warn [x]\n{"a": [1]} rest {') == {"a": [1]}
     for text in ("no object", "{" + DEEP, '{"a": 1e999}'):
         with pytest.raises(ValueError, match=r"."):
             json_text.first_object(text)
 
 
-def test_reads_what_json_writes() -> None:
+def test_reads_what_json_writes():
     value = {"a": [1, 2.5, None, True, "é"]}
     assert json_text.parse(json.dumps(value)) == value
 
 
 @pytest.mark.parametrize("text", [DEEP, '{"rootfs": NaN}', "[]", '{"rootfs": {"diff_ids": 5}}'])
-def test_image_configuration_that_is_none_refused(text: str) -> None:
+def test_image_configuration_that_is_none_refused(text):
     with pytest.raises(CheckFailed, match="its image configuration cannot be read"):
         parse_config(text.encode(), where="x.tar")
 
@@ -83,13 +83,13 @@ def test_image_configuration_that_is_none_refused(text: str) -> None:
         ("fabric", None),
     ],
 )
-def test_facts_of_another_type_refused(key: str, value: object) -> None:
+def test_facts_of_another_type_refused(key, value):
     facts = json.loads(system.to_json(SystemFacts()))
     with pytest.raises((ValueError, TypeError)):
         system.from_json(json.dumps({**facts, key: value}))
 
 
-def test_facts_of_the_right_type_pass() -> None:
+def test_facts_of_the_right_type_pass():
     facts = replace(SystemFacts(), title="x", env={"A": "1"})
     assert system.to_json(system.from_json(system.to_json(facts))) == system.to_json(facts)
 
@@ -98,7 +98,7 @@ READERS: dict[str, Callable[[str], object]] = {"system": system.from_json, "valu
 
 
 @pytest.mark.parametrize("reader", READERS)
-def test_long_value_is_not_repeated(reader: str) -> None:
+def test_long_value_is_not_repeated(reader):
     facts = json.loads(system.to_json(SystemFacts()))
     with pytest.raises(ValueError, match=r".") as caught:
         READERS[reader](json.dumps({**facts, "title": ["x" * 9999]}) + ("}" if reader == "value" else ""))
@@ -148,18 +148,18 @@ class Shelf:
         ([], "shelf is [], not an object"),
     ],
 )
-def test_fault_is_named_with_its_place(data: object, problem: str) -> None:
+def test_fault_is_named_with_its_place(data, problem):
     with pytest.raises(ValueError, match="^" + re.escape(problem) + "$"):
         json_text.build_value(Shelf, data, "shelf", closed=True)
 
 
-def test_value_has_the_types_of_its_fields() -> None:
+def test_value_has_the_types_of_its_fields():
     data = {"wheels": [{"name": "X", "size": None, "later": 1}], "folder": "/x", "size": [1, 2, 3]}
     shelf = Shelf(wheels=(Wheel(name="x"),), folder=Path("/x"), size=(1, 2, 3))
     assert json_text.build_value(Shelf, data, "shelf") == shelf
 
 
 @pytest.mark.parametrize("value", [1, 1.0, True, None, [], {}])
-def test_text_is_text_alone(value: object) -> None:
+def test_text_is_text_alone(value):
     with pytest.raises(ValueError, match=r"shelf\.folder is "):
         json_text.build_value(Shelf, {"wheels": [], "folder": value}, "shelf")

@@ -26,20 +26,20 @@ def parser() -> Parser:
     return parser
 
 
-def test_help_lists_options_with_their_defaults(parser: Parser) -> None:
+def test_help_lists_options_with_their_defaults(parser):
     text = " ".join(parser.format_help().split())
     assert "--strict, -s refuse limits:" in text
     assert "--tasks N number of tasks (default: 0)" in text
     assert text.endswith("--stop-after S time limit (default: none) --stop-at DATE end")
 
 
-def test_values_have_the_names_of_fields(parser: Parser) -> None:
+def test_values_have_the_names_of_fields(parser):
     values = vars(parser.parse_args(["-s", "--until", "monday"]))
     assert values.pop("strict")
     assert Limits(**values) == Limits(tasks=0, stop_after_s=None, stop_at="monday")
 
 
-def test_only_one_of_two_options_is_taken(parser: Parser) -> None:
+def test_only_one_of_two_options_is_taken(parser):
     with pytest.raises(UsageError) as caught:
         parser.parse_args(["--until", "monday", "--stop-after", "5"])
     assert caught.value.what == "argument --stop-after: not allowed with argument --until"

@@ -58,18 +58,18 @@ HARMLESS = (
 
 
 @pytest.mark.parametrize("text", SECRETS)
-def test_formats_of_secrets_are_found(text: str) -> None:
+def test_formats_of_secrets_are_found(text):
     assert secret_patterns.find_secret(text)
 
 
 @pytest.mark.parametrize("text", HARMLESS)
-def test_ordinary_values_are_no_secrets(text: str) -> None:
+def test_ordinary_values_are_no_secrets(text):
     assert secret_patterns.find_secret(text) == ""
     assert secret_patterns.mask_secrets(text) == text
 
 
 @pytest.mark.parametrize("text", SECRETS)
-def test_stars_hide_the_secret_and_keep_columns(text: str) -> None:
+def test_stars_hide_the_secret_and_keep_columns(text):
     hidden = secret_patterns.mask_secrets(f"before {text} after")
     assert len(hidden) == len(f"before {text} after")
     assert hidden.startswith("before ")
@@ -78,7 +78,7 @@ def test_stars_hide_the_secret_and_keep_columns(text: str) -> None:
         assert part not in hidden
 
 
-def test_stars_keep_the_place_of_a_password() -> None:
+def test_stars_keep_the_place_of_a_password():
     masked = secret_patterns.mask_secrets("https_proxy=http://ana:pw@proxy:3128")
     assert masked == "https_proxy=http://******@proxy:3128"
 
@@ -93,7 +93,7 @@ PWD=/home/ana HF_TOKEN=$TOKEN SORT_KEY=date TOKENIZERS_PARALLELISM=x SECRET_FILE
 
 
 @pytest.mark.parametrize("setting", [*SUSPICIOUS_NAMES.split(), *ORDINARY_NAMES.split()])
-def test_names_of_secrets_are_found(setting: str) -> None:
+def test_names_of_secrets_are_found(setting):
     name, _, value = setting.partition("=")
     assert secret_patterns.is_secret(name, value) == (setting in SUSPICIOUS_NAMES.split())
 
@@ -164,14 +164,14 @@ tokenizer.pad_token=PAD
 
 
 @pytest.mark.parametrize("text", SECRET_ARGUMENTS.strip().splitlines())
-def test_secrets_among_arguments_are_found_and_not_repeated(text: str) -> None:
+def test_secrets_among_arguments_are_found_and_not_repeated(text):
     description = secret_patterns.find_secret_argument(["dist-run", "train.py", *text.split()])
     assert description
     assert not any(value in description for value in ("hunter2", LETTERS[:20], "=x"))
 
 
 @pytest.mark.parametrize("text", ORDINARY_ARGUMENTS.strip().splitlines())
-def test_ordinary_arguments_are_no_secrets(text: str) -> None:
+def test_ordinary_arguments_are_no_secrets(text):
     assert secret_patterns.find_secret_argument(["dist-run", "train.py", *text.split()]) == ""
 
 
@@ -186,7 +186,7 @@ keys.txt ssh/ .ssh/known_hosts tokens.bin
 
 
 @pytest.mark.parametrize("path", [*SUSPICIOUS_FILES.split(), *ORDINARY_FILES.split()])
-def test_names_of_secret_files_are_found(path: str) -> None:
+def test_names_of_secret_files_are_found(path):
     assert secret_patterns.is_secret_file(path) == (path in SUSPICIOUS_FILES.split())
 
 
@@ -201,6 +201,6 @@ def test_names_of_secret_files_are_found(path: str) -> None:
         f"HF_TOKEN={'x' * 500}hunter2",
     ],
 )
-def test_stars_hide_a_value_by_its_name(text: str) -> None:
+def test_stars_hide_a_value_by_its_name(text):
     assert "hunter2" not in secret_patterns.mask_secrets(text)
     assert secret_patterns.mask_secrets(text).replace("*", "") != text

@@ -67,7 +67,7 @@ def test_keys_of_later_versions_are_ignored():
         (Fabric, {"line_rate_Gbps": 0}),
     ],
 )
-def test_impossible_numbers_are_refused_where_a_person_wrote_them(kind: type, values: dict[str, int]):
+def test_impossible_numbers_are_refused_where_a_person_wrote_them(kind, values):
     with pytest.raises(ValueError, match="is too small"):
         TypeAdapter(kind).validate_python(values)
 
@@ -81,6 +81,6 @@ def test_impossible_numbers_are_refused_where_a_person_wrote_them(kind: type, va
         (SystemFacts(node=Node(gpus=-1)), "system.node.gpus: -1 is too small; at least 0"),
     ],
 )
-def test_file_of_an_image_that_breaks_a_rule_is_refused(facts: SystemFacts, problem: str):
+def test_file_of_an_image_that_breaks_a_rule_is_refused(facts, problem):
     with pytest.raises(ValueError, match="^" + re.escape(problem)):
         system.from_json(system.to_json(facts))

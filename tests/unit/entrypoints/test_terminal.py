@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
-from pathlib import Path
 
 import pytest
 from file_tree import write_files
@@ -26,14 +25,14 @@ TEXT = st.text(st.characters(codec=None))
 
 @given(TEXT)
 @example(f"{EVIL}\ud800")
-def test_shown_text_is_printable(text: str) -> None:
+def test_shown_text_is_printable(text):
     printable = terminal.escape_controls(text)
     assert printable.isprintable()
     assert terminal.escape_controls(printable) == printable
     assert (printable == text) == text.isprintable()
 
 
-def test_escapes_name_the_character() -> None:
+def test_escapes_name_the_character():
     assert terminal.escape_controls("a\x1b[2J\n\t\u202e") == r"a\x1b[2J\n\t\u202e"
     assert terminal.escape_controls("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"
     assert terminal.escape_controls("größer … 日本") == "größer … 日本"
@@ -41,7 +40,7 @@ def test_escapes_name_the_character() -> None:
 
 @given(st.lists(TEXT, max_size=4))
 @example([EVIL, ""])
-def test_each_argument_is_one_line(lines: list[str]) -> None:
+def test_each_argument_is_one_line(lines):
     with pytest.MonkeyPatch.context() as patch, pipe(patch) as read:
         terminal.print_results(*lines)
         printed = read().decode()
@@ -51,7 +50,7 @@ def test_each_argument_is_one_line(lines: list[str]) -> None:
 
 @given(TEXT, st.none() | TEXT, st.none() | TEXT)
 @example(f"{EVIL}\ud800", EVIL, EVIL)
-def test_no_line_of_an_error_is_forged(message: str, where: str | None, hint: str | None) -> None:
+def test_no_line_of_an_error_is_forged(message, where, hint):
     first, *lines = str(ImgkitError(message, where=where, hint=hint)).split("\n")
     assert first.isprintable()
     assert all(line.isprintable() and line.startswith(("  -> ", "     ")) for line in lines)
@@ -84,7 +83,7 @@ def printed(stream: TextIOWrapper, reader: int) -> bytes:
 SCRIPT = "#!/bin/sh\n\techo 'a\x1b[2J\x9b' # \u202e\n"
 
 
-def test_document_is_exact_except_to_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_document_is_exact_except_to_a_terminal(monkeypatch):
     with pipe(monkeypatch) as read:
         terminal.print_document(SCRIPT)
         assert read() == SCRIPT.encode()
@@ -99,7 +98,7 @@ SEEN = "green\n 10%\n 20%\n\\x1b]0;title\\x07\\xff\\x9b2J größer\n"
 
 
 @given(st.lists(st.integers(0, len(PROGRAM)), max_size=5))
-def test_program_cannot_steer_a_terminal_wherever_its_output_is_cut(cuts: list[int]) -> None:
+def test_program_cannot_steer_a_terminal_wherever_its_output_is_cut(cuts):
     boundaries = [0, *sorted(cuts), len(PROGRAM)]
     parts = [PROGRAM[start:end] for start, end in itertools.pairwise(boundaries)]
     for is_terminal, expected in ((False, PROGRAM.replace(b"\r\n", b"\n")), (True, SEEN.encode())):
@@ -111,9 +110,7 @@ def test_program_cannot_steer_a_terminal_wherever_its_output_is_cut(cuts: list[i
 
 
 @pytest.mark.parametrize("line", ["dist-doctor", "dist-doctor --json", "dist-env", "dist-env --json"])
-def test_node_with_hostile_files_is_shown_harmless(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
+def test_node_with_hostile_files_is_shown_harmless(tmp_path, capsys, monkeypatch, line):
     files = {
         "proc/sys/kernel/hostname": EVIL,
         "proc/driver/nvidia/gpus/0000:17:00.0/information": f"Model: {EVIL}",
@@ -132,7 +129,7 @@ def test_node_with_hostile_files_is_shown_harmless(
 
 
 @pytest.mark.parametrize(("closed", "descriptor"), [("0<&-", 0), ("2>&-", 2)])
-def test_closed_stream_is_open_also_in_programs_that_are_started(closed: str, descriptor: int) -> None:
+def test_closed_stream_is_open_also_in_programs_that_are_started(closed, descriptor):
     program = (
         "import subprocess; from imgkit_entrypoints import terminal; terminal.open_closed_streams(); "
         f"subprocess.run(['sh', '-c', 'test -e /proc/$$/fd/{descriptor} && echo open'])"

@@ -32,7 +32,7 @@ def check(
     return lambda main: refusals.check(CASE, main, tmp_path, monkeypatch, capsys)
 
 
-def test_program_that_refuses_as_recorded_passes(check: Callable[[Callable[[], None]], None]) -> None:
+def test_program_that_refuses_as_recorded_passes(check):
     check(program())
 
 
@@ -47,9 +47,7 @@ def test_program_that_refuses_as_recorded_passes(check: Callable[[Callable[[], N
         (lambda: None, "DID NOT RAISE"),
     ],
 )
-def test_program_that_does_anything_else_fails(
-    check: Callable[[Callable[[], None]], None], main: Callable[[], None], reason: str
-) -> None:
+def test_program_that_does_anything_else_fails(check, main, reason):
     with pytest.raises((pytest.fail.Exception, AssertionError)) as caught:
         check(main)
     assert reason in str(caught.value)
@@ -70,12 +68,12 @@ def test_program_that_does_anything_else_fails(
         ("- &one {name: a, run: b, exit: 2, stderr: c}\n- *one", "two cases have the name 'a'"),
     ],
 )
-def test_malformed_case_is_refused(tmp_path: Path, text: str, reason: str) -> None:
+def test_malformed_case_is_refused(tmp_path, text, reason):
     (tmp_path / "a.yaml").write_text(text)
     with pytest.raises((ValueError, yaml.YAMLError), match=reason):
         refusals.load_cases(tmp_path)
 
 
-def test_empty_folder_is_refused(tmp_path: Path) -> None:
+def test_empty_folder_is_refused(tmp_path):
     with pytest.raises(ValueError, match="there are no cases"):
         refusals.load_cases(tmp_path / "none")

@@ -39,7 +39,7 @@ def text(make_recipe: Callable[..., Recipe]) -> str:
     return definition.render_definition(recipe, BASE, {"a.label": "b  c", "empty": ""})
 
 
-def test_definition_names_the_line_of_each_step(text: str) -> None:
+def test_definition_names_the_line_of_each_step(text):
     lines = text.split("\n")
     assert lines[0] == "Bootstrap: oci"
     assert "    a.label b c" in lines
@@ -48,12 +48,12 @@ def test_definition_names_the_line_of_each_step(text: str) -> None:
     assert lines[step - 1].endswith("mine.yaml:9")
 
 
-def test_post_is_a_shell_script(text: str) -> None:
+def test_post_is_a_shell_script(text):
     post = text.split("%post\n")[1].split("\n%")[0]
     assert subprocess.run(["sh", "-n"], input=post, text=True, check=False).returncode == 0
 
 
-def test_links_keep_odd_names(inside: Path) -> None:
+def test_links_keep_odd_names(inside):
     links = {"it's a $x": "../to; rm", "b": "-f"}
     subprocess.run(["sh"], input=definition.links_script(links), text=True, check=True)
     assert {name: str((inside / name).readlink()) for name in links} == links
@@ -68,7 +68,7 @@ def complete_manifest(folder: Path, stated: Manifest) -> Manifest:
     return manifest.from_json(file.read_text())
 
 
-def test_look_completes_the_manifest(inside: Path) -> None:
+def test_look_completes_the_manifest(inside):
     completed = complete_manifest(inside, MANIFEST)
     base = completed.base
     assert (base.probe.python, base.probe.skipped) == (sys.version.split()[0], "")
@@ -76,9 +76,7 @@ def test_look_completes_the_manifest(inside: Path) -> None:
     assert dataclasses.replace(completed, base=unchanged) == MANIFEST
 
 
-def test_look_finds_variables_of_a_base_that_states_none(
-    inside: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_look_finds_variables_of_a_base_that_states_none(inside, monkeypatch):
     monkeypatch.setattr(definition, "RUNTIME", str(inside))
     lines = 'export PATH="/base/bin:/usr/bin:/bin"\nexport NCCL_NET_PLUGIN="${NCCL_NET_PLUGIN:-"spcx"}"\n'
     scripts = {"10-docker2singularity.sh": lines, "90-environment.sh": "export LINES='a\nb' X=1\n"}

@@ -40,7 +40,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_plain_archive_is_the_stream(tmp_path: Path) -> None:
+def test_plain_archive_is_the_stream(tmp_path):
     saved = write.save_archive(chunks(DATA), target=tmp_path / "x.tar")
     assert saved.path.read_bytes() == DATA
     assert saved.sha256 == hashlib.sha256(DATA).hexdigest()
@@ -48,7 +48,7 @@ def test_plain_archive_is_the_stream(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x.tar"]
 
 
-def test_gzip_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
+def test_gzip_archive_unpacks_to_the_stream(tmp_path):
     saved = write.save_archive(chunks(DATA), target=tmp_path / "x.tar.gz", compress="gzip")
     packed = saved.path.read_bytes()
     assert gzip.decompress(packed) == DATA
@@ -56,26 +56,26 @@ def test_gzip_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
     assert subprocess.run(["gzip", "-t", saved.path], check=False).returncode == 0
 
 
-def test_gzip_bytes_ignore_how_chunks_are_cut(tmp_path: Path) -> None:
+def test_gzip_bytes_ignore_how_chunks_are_cut(tmp_path):
     from_small_chunks = write.save_archive(chunks(DATA, 1_000), target=tmp_path / "1", compress="gzip")
     from_large_chunks = write.save_archive(chunks(DATA, 2_500_000), target=tmp_path / "2", compress="gzip")
     assert from_small_chunks.sha256 == from_large_chunks.sha256
 
 
 @needs_zstd
-def test_zstd_archive_unpacks_to_the_stream(tmp_path: Path) -> None:
+def test_zstd_archive_unpacks_to_the_stream(tmp_path):
     saved = write.save_archive(chunks(DATA), target=tmp_path / "x.tar.zst", compress="zstd")
     assert subprocess.run(["zstd", "-dc", saved.path], capture_output=True, check=True).stdout == DATA
     assert saved.sha256 == hashlib.sha256(saved.path.read_bytes()).hexdigest()
 
 
-def test_absent_zstd_is_refused_before_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_zstd_is_refused_before_saving(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     with refused(ToolMissing, "zstd", hint="--compression gzip"):
         write.save_archive(never(), target=tmp_path / "x.tar.zst", compress="zstd")
 
 
-def test_too_small_disk_is_refused_before_saving(tmp_path: Path) -> None:
+def test_too_small_disk_is_refused_before_saving(tmp_path):
     with refused(UsageError, "GB needed", hint="zstd"):
         write.save_archive(never(), target=tmp_path / "x.tar", expected_bytes=10**18)
 
@@ -84,13 +84,13 @@ def test_too_small_disk_is_refused_before_saving(tmp_path: Path) -> None:
     ("name", "message"),
     [("absent/x.tar", "folder does not exist"), ("folder", "is a folder"), ("two\nlines.tar", "newline")],
 )
-def test_impossible_targets_are_refused(tmp_path: Path, name: str, message: str) -> None:
+def test_impossible_targets_are_refused(tmp_path, name, message):
     (tmp_path / "folder").mkdir()
     with pytest.raises(UsageError, match=message):
         write.save_archive(never(), target=tmp_path / name)
 
 
-def test_failing_stream_keeps_the_old_archive(tmp_path: Path) -> None:
+def test_failing_stream_keeps_the_old_archive(tmp_path):
     def broken() -> Iterator[bytes]:
         yield DATA
         raise ToolFailed("the engine went away")
@@ -114,15 +114,13 @@ def file_size_limit(size_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_no_space_midway_leaves_nothing(tmp_path: Path) -> None:
+def test_no_space_midway_leaves_nothing(tmp_path):
     with file_size_limit(1 << 20), pytest.raises(ToolFailed, match="no space left after 1 MB"):
         write.save_archive(chunks(DATA), target=tmp_path / "x.tar")
     assert names(tmp_path) == []
 
 
-def test_failed_flush_in_the_background_fails_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_flush_in_the_background_fails_the_save(tmp_path, monkeypatch):
     flushed = threading.Event()
 
     def fails_once(_: int) -> None:  # as Linux does: the last fsync then succeeds
@@ -169,14 +167,14 @@ def slow_save(target: Path) -> Iterator[subprocess.Popen[bytes]]:
             running.kill()
 
 
-def test_interrupt_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupt_leaves_nothing(tmp_path):
     with slow_save(tmp_path / "x.tar") as running:
         running.send_signal(signal.SIGINT)
         running.wait(20)
     assert names(tmp_path) == []
 
 
-def test_killed_save_is_cleaned_by_the_next(tmp_path: Path) -> None:
+def test_killed_save_is_cleaned_by_the_next(tmp_path):
     target = tmp_path / "x.tar"
     with slow_save(target) as running:
         running.kill()
@@ -188,14 +186,14 @@ def test_killed_save_is_cleaned_by_the_next(tmp_path: Path) -> None:
     assert names(tmp_path) == ["x.tar"]
 
 
-def test_running_save_keeps_its_file(tmp_path: Path) -> None:
+def test_running_save_keeps_its_file(tmp_path):
     target = tmp_path / "x.tar"
     with slow_save(target):
         write.save_archive(chunks(DATA), target=target)
         assert len(names(tmp_path)) == 2
 
 
-def test_other_names_leftovers_are_not_touched(tmp_path: Path) -> None:
+def test_other_names_leftovers_are_not_touched(tmp_path):
     of_others = (
         ".imgkit-01234567.x.tar.gz.part",
         ".imgkit-01234567.x[1]tar.part",
@@ -210,7 +208,7 @@ def test_other_names_leftovers_are_not_touched(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted(set(names_before) - {".imgkit-01234567.x[1]tar.part"})
 
 
-def test_locked_leftover_stays(tmp_path: Path) -> None:
+def test_locked_leftover_stays(tmp_path):
     leftover = files.temporary_name(tmp_path / "x.tar")
     with leftover.open("wb") as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -221,9 +219,7 @@ def test_locked_leftover_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_held", [False, True], ids=["free", "held"])
-def test_leftover_is_locked_by_a_writable_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_held: bool
-) -> None:
+def test_leftover_is_locked_by_a_writable_descriptor(tmp_path, monkeypatch, is_held):
     flock = fcntl.flock
 
     def as_on_nfs(stream: Any, operation: int) -> None:  # flock there is a lock of fcntl
@@ -240,7 +236,7 @@ def test_leftover_is_locked_by_a_writable_descriptor(
         assert leftover.exists() == is_held
 
 
-def test_progress_never_exceeds_its_total(tmp_path: Path) -> None:
+def test_progress_never_exceeds_its_total(tmp_path):
     notes = Notes()
     # A tar has headers that the image's size does not count.
     write.save_archive(chunks(DATA), target=tmp_path / "x", expected_bytes=len(DATA) - 50_000, report=notes)
@@ -248,7 +244,7 @@ def test_progress_never_exceeds_its_total(tmp_path: Path) -> None:
     assert all(total is not None and advanced <= total for advanced, total in notes.progress)
 
 
-def test_memory_does_not_grow_with_the_image(tmp_path: Path) -> None:
+def test_memory_does_not_grow_with_the_image(tmp_path):
     # Not ru_maxrss: a child starts with its parent's, and a whole pytest run is large.
     source = f"""
 from pathlib import Path
@@ -264,13 +260,13 @@ print(status.split("VmHWM:")[1].split()[0])
     assert int(child.stdout) < 64 * 1024
 
 
-def test_failing_filter_is_quoted() -> None:
+def test_failing_filter_is_quoted():
     output = process.filter_through(["sh", "-c", "echo the reason >&2; exit 3"], chunks(DATA))
     with pytest.raises(ToolFailed, match="exit code 3: the reason"):
         list(output)
 
 
-def test_filter_is_ended_when_the_reader_stops() -> None:
+def test_filter_is_ended_when_the_reader_stops():
     output = process.filter_through(["cat"], iter(lambda: bytes(65_536), None))
     assert next(output)
     output.close()  # type: ignore[attr-defined]  # hangs or leaves a process where it is not ended

@@ -38,18 +38,18 @@ CASES = {
 
 @pytest.mark.parametrize("size", [1 << 20, 4099])
 @pytest.mark.parametrize("name", CASES)
-def test_every_member_unpacks(name: str, size: int) -> None:
+def test_every_member_unpacks(name, size):
     assert unpacked(CASES[name], size) == gzip.decompress(CASES[name])
 
 
-def test_members_are_unpacked_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_members_are_unpacked_side_by_side(monkeypatch):
     """None of them comes from the reader that goes step by step."""
     monkeypatch.setattr(compressed.Gunzip, "feed", None)
     assert unpacked(b"".join(write._gzip_chunks(chunks(TEXT)))) == TEXT
 
 
 @pytest.mark.parametrize("position", [5_000, -6, -1])
-def test_damaged_member_is_refused(position: int) -> None:
+def test_damaged_member_is_refused(position):
     data = bytearray(b"".join(write._gzip_chunks(chunks(TEXT + NOISE))))
     data[position] ^= 0x40
     with pytest.raises(CheckFailed, match="the gzip data is damaged"):
@@ -57,17 +57,17 @@ def test_damaged_member_is_refused(position: int) -> None:
 
 
 @pytest.mark.parametrize("missing", [1, 9, 50_000])
-def test_cut_member_is_refused(missing: int) -> None:
+def test_cut_member_is_refused(missing):
     with pytest.raises(CheckFailed, match="the gzip data is cut short"):
         unpacked(b"".join(write._gzip_chunks(chunks(TEXT + NOISE)))[:-missing])
 
 
-def test_rubbish_behind_a_member_is_refused() -> None:
+def test_rubbish_behind_a_member_is_refused():
     with pytest.raises(CheckFailed, match="the gzip data is damaged"):
         unpacked(MEMBER * 2 + b"rubbish")
 
 
-def test_bomb_of_small_members_is_refused() -> None:
+def test_bomb_of_small_members_is_refused():
     packer = zlib.compressobj(9, wbits=31)
     bomb = packer.compress(bytes(50_000_000)) + packer.flush()
     with pytest.raises(CheckFailed, match="unpack to more than"):

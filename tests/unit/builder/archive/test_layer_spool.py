@@ -43,7 +43,7 @@ def spool(tmp_path: Path) -> Iterator[Spool]:
 
 
 @pytest.mark.parametrize("threads", [1, 4])
-def test_spooled_layers_are_the_layers(tmp_path: Path, spool: Spool, threads: int) -> None:
+def test_spooled_layers_are_the_layers(tmp_path, spool, threads):
     layers = [tar_of_files({f"{number}/{n}": b"x" * n for n in range(5)}) for number in range(3)]
     image = write_image(tmp_path / "x.tar", layers)
     seen: list[list[str]] = []
@@ -55,12 +55,12 @@ def test_spooled_layers_are_the_layers(tmp_path: Path, spool: Spool, threads: in
     assert {layer.compress for layer in plain.layers} == {"none"}
 
 
-def test_layers_without_a_spool_stay_where_they_are(tmp_path: Path) -> None:
+def test_layers_without_a_spool_stay_where_they_are(tmp_path):
     image = write_image(tmp_path / "x.tar", [tar_of_files({"a": b"1"})])
     assert scan_layers(image, lambda stream: None) == image
 
 
-def test_plain_bytes_beyond_the_room_are_refused(tmp_path: Path) -> None:
+def test_plain_bytes_beyond_the_room_are_refused(tmp_path):
     layers = [tar_of_files({"a": b"1"}), tar_of_files({"zeros": bytes(100_000)})]
     image = write_image(tmp_path / "x.tar", layers)
     with Spool(folder=tmp_path, room_bytes=50_000) as small, pytest.raises(NoRoom):
@@ -68,7 +68,7 @@ def test_plain_bytes_beyond_the_room_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
-def test_layer_with_other_bytes_is_named(tmp_path: Path, spool: Spool, number: int) -> None:
+def test_layer_with_other_bytes_is_named(tmp_path, spool, number):
     layers = [tar_of_files({f"{n}": b"1" * n}) for n in range(3)]
     false_layers = {layers[number]: gzip.compress(b"no tar" * 1000)}
     image = write_image(
@@ -83,21 +83,21 @@ def test_layer_with_other_bytes_is_named(tmp_path: Path, spool: Spool, number: i
         scan_layers(image, walk, threads=2, spool=spool)
 
 
-def test_cut_gzip_layer_is_refused(tmp_path: Path, spool: Spool) -> None:
+def test_cut_gzip_layer_is_refused(tmp_path, spool):
     layers = [tar_of_files({"a": bytes(range(256)) * 100})]
     image = write_image(tmp_path / "x.tar", layers, packed=lambda data: gzip.compress(data)[:-9])
     with pytest.raises(CheckFailed, match="the gzip data is cut short"):
         scan_layers(image, lambda stream: None, spool=spool)
 
 
-def test_bomb_in_one_of_many_layers_is_refused(tmp_path: Path, spool: Spool) -> None:
+def test_bomb_in_one_of_many_layers_is_refused(tmp_path, spool):
     layers = [tar_of_files({f"{n}": bytes(1_000_000)}) for n in range(4)]
     image = write_image(tmp_path / "x.tar", layers)
     with pytest.raises(CheckFailed, match="unpack to more than"):
         scan_layers(image, lambda stream: None, threads=4, unpack_limit_bytes=3_000_000, spool=spool)
 
 
-def test_equal_digests_of_other_bytes_are_compared(tmp_path: Path) -> None:
+def test_equal_digests_of_other_bytes_are_compared(tmp_path):
     """Two layers claim one digest, and the second has other bytes."""
     layer, later = tar_of_files({"a": b"1"}), iter([bytes, lambda data: data[:-1] + b"1"])
     image = write_image(tmp_path / "x.tar", [layer, layer], packed=lambda data: next(later)(data))

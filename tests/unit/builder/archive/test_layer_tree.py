@@ -39,7 +39,7 @@ def tree_of(*layers: Layer) -> LayerTree:
         ("none/hosts", None),
     ],
 )
-def test_type_of_what_a_path_opens(path: str, kind: bytes | None) -> None:
+def test_type_of_what_a_path_opens(path, kind):
     layer: Layer = [
         ("etc/hosts", tarfile.FIFOTYPE, ""),
         ("x", LINK, "etc"),
@@ -53,7 +53,7 @@ def test_type_of_what_a_path_opens(path: str, kind: bytes | None) -> None:
     assert tree_of(layer).file_type(path) == kind
 
 
-def test_type_behind_a_circle_of_links_refused() -> None:
+def test_type_behind_a_circle_of_links_refused():
     with pytest.raises(CheckFailed, match="leads to itself"):
         tree_of([("a", LINK, "b"), ("b", LINK, "a")]).file_type("a/x")
 
@@ -68,12 +68,12 @@ def test_type_behind_a_circle_of_links_refused() -> None:
     ],
     ids=["to nothing", "to itself", "in place of its target's folder", "out of the image"],
 )
-def test_hard_link_without_a_file_is_refused(layer: Layer) -> None:
+def test_hard_link_without_a_file_is_refused(layer):
     with pytest.raises(CheckFailed, match=r"a hard link to .*, where there is no file before it"):
         tree_of(layer)
 
 
-def test_special_files_below_a_path() -> None:
+def test_special_files_below_a_path():
     tree = tree_of(
         [("m/", DIR, ""), ("m/b/run", tarfile.FIFOTYPE, ""), ("m/b/file", FILE, ""), ("m/a", LINK, "/x")],
         [("m/c", LINK, "y"), ("m/a", FILE, ""), ("n", LINK, "m")],

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from refusals import refused
@@ -37,19 +36,19 @@ FULL = Sidecar(
 )
 
 
-def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+def test_what_is_written_is_read_back(tmp_path):
     with sidecar.replace_around(FULL, tmp_path / "mn5.tar"):
         pass
     assert sidecar.read_sidecar(tmp_path / "mn5.tar") == FULL
     assert sidecar.read_sha256(tmp_path / "mn5.tar") == EMPTY
 
 
-def test_foreign_image_has_no_system_or_manifest() -> None:
+def test_foreign_image_has_no_system_or_manifest():
     plain = Sidecar(image=FULL.image, archive=FULL.archive, system=None, manifest=None)
     assert sidecar.from_json(sidecar.to_json(plain), where="x") == plain
 
 
-def test_json_holds_the_baked_documents() -> None:
+def test_json_holds_the_baked_documents():
     document = json.loads(sidecar.to_json(FULL))
     assert document["schema"] == 1
     assert document["system"]["schema"] == 1
@@ -57,7 +56,7 @@ def test_json_holds_the_baked_documents() -> None:
 
 
 @pytest.mark.skipif(shutil.which("sha256sum") is None, reason="no sha256sum")
-def test_sha256sum_takes_the_checksum_file(tmp_path: Path) -> None:
+def test_sha256sum_takes_the_checksum_file(tmp_path):
     (tmp_path / "mn5.tar").touch()
     with sidecar.replace_around(FULL, tmp_path / "mn5.tar"):
         pass
@@ -69,31 +68,31 @@ def test_sha256sum_takes_the_checksum_file(tmp_path: Path) -> None:
     )
 
 
-def test_absent_files_are_none(tmp_path: Path) -> None:
+def test_absent_files_are_none(tmp_path):
     assert sidecar.read_sidecar(tmp_path / "x.tar") is None
     assert sidecar.read_sha256(tmp_path / "x.tar") is None
 
 
-def test_later_schema_is_refused(tmp_path: Path) -> None:
+def test_later_schema_is_refused(tmp_path):
     sidecar.json_path(tmp_path / "x").write_text(sidecar.to_json(FULL).replace('"schema": 1', '"schema": 2'))
     with pytest.raises(UsageError, match="later version of imgkit"):
         sidecar.read_sidecar(tmp_path / "x")
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"schema": 1}', '{"schema": 1, "image": 3}', "\0"])
-def test_what_is_no_sidecar_is_refused(tmp_path: Path, text: str) -> None:
+def test_what_is_no_sidecar_is_refused(tmp_path, text):
     sidecar.json_path(tmp_path / "x").write_text(text)
     with refused(UsageError, r"not a sidecar", where=str(tmp_path / "x.manifest.json")):
         sidecar.read_sidecar(tmp_path / "x")
 
 
 @pytest.mark.parametrize("line", ["", f"{EMPTY}  other.tar", f"{EMPTY[:-1]}  x.tar", f"md5  {EMPTY}  x.tar"])
-def test_checksum_of_another_file_is_refused(tmp_path: Path, line: str) -> None:
+def test_checksum_of_another_file_is_refused(tmp_path, line):
     sidecar.sha256_path(tmp_path / "x.tar").write_text(line + "\n")
     with pytest.raises(UsageError, match=r"no line for x\.tar"):
         sidecar.read_sha256(tmp_path / "x.tar")
 
 
-def test_checksum_of_binary_mode_is_read(tmp_path: Path) -> None:
+def test_checksum_of_binary_mode_is_read(tmp_path):
     sidecar.sha256_path(tmp_path / "x.tar").write_text(f"{EMPTY} *./x.tar\n")
     assert sidecar.read_sha256(tmp_path / "x.tar") == EMPTY

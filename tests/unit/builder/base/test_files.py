@@ -25,7 +25,7 @@ def home(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("home")
-def test_goes_on_without_a_cache() -> None:
+def test_goes_on_without_a_cache():
     files.write_cache(files.cache_dir() / "probe/x.json", "{}")
     assert not smoke.has_passed("sha256:1")
     smoke.record_pass("sha256:1")
@@ -33,12 +33,12 @@ def test_goes_on_without_a_cache() -> None:
 
 
 @pytest.mark.usefixtures("home")
-def test_log_of_a_build_goes_to_tmp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_log_of_a_build_goes_to_tmp(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert building._make_log_folder("mn5").parent == tmp_path
 
 
-def test_cache_that_others_can_write_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_that_others_can_write_is_not_read(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     smoke.record_pass("sha256:1")
     assert smoke.has_passed("sha256:1")

@@ -24,7 +24,7 @@ sys.exit(3)
 """
 
 
-def test_errors_and_the_end_are_quoted() -> None:
+def test_errors_and_the_end_are_quoted():
     with pytest.raises(ToolFailed) as caught:
         process.run((sys.executable, "-X", "utf8", "-c", TOOL))
     lines = (caught.value.hint or "").splitlines()
@@ -38,7 +38,7 @@ def test_errors_and_the_end_are_quoted() -> None:
     ]
 
 
-def test_many_errors_leave_room_for_the_end() -> None:
+def test_many_errors_leave_room_for_the_end():
     output = "\n".join([*(f"ERROR {number}" for number in range(30)), *map(str, range(30)), "ERROR: last"])
     assert process.last_lines(output) == [
         *(f"ERROR {number}" for number in range(21, 30)),
@@ -47,7 +47,7 @@ def test_many_errors_leave_room_for_the_end() -> None:
     ]
 
 
-def test_one_line_becomes_part_of_the_message() -> None:
+def test_one_line_becomes_part_of_the_message():
     assert process.quote_output("x failed", "\r 10%\r 20%\nERROR: why\n", "do this") == (
         "x failed: ERROR: why",
         "do this",

@@ -12,7 +12,7 @@ import pytest
 from imgkit_builder.cli.common import complete_names
 
 
-def test_recipes_and_files_by_their_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recipes_and_files_by_their_beginning(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("mn6.yaml", "mn5.tar.gz", "mn5.txt", "mn.sif", "x.yaml"):
         (tmp_path / name).touch()
@@ -24,12 +24,12 @@ def test_recipes_and_files_by_their_beginning(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("beginning", ["none/x", "zz", "[", "*"])
-def test_nothing_begins_like_that(beginning: str) -> None:
+def test_nothing_begins_like_that(beginning):
     assert complete_names(beginning) == []
 
 
 @pytest.mark.parametrize("verb", ["build", "sif", "run", "show", "check", "doctor"])
-def test_shell_gets_the_names(verb: str) -> None:
+def test_shell_gets_the_names(verb):
     env = {"_IMGKIT_COMPLETE": "complete_bash", "COMP_WORDS": f"imgkit {verb} oli", "COMP_CWORD": "2"}
     imgkit = Path(sys.executable).with_name("imgkit")
     process = subprocess.run([imgkit], env={**os.environ, **env}, capture_output=True, text=True, check=False)

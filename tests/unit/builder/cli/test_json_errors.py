@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -16,15 +15,13 @@ import pytest
         (KeyboardInterrupt(), 130, "interrupted; no partial file is left", None),
     ],
 )
-def test_error_is_an_object(
-    call: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, what: str, where: str | None
-) -> None:
+def test_error_is_an_object(call, monkeypatch, error, code, what, where):
     monkeypatch.setattr("imgkit_builder.workflow.build.load", mock.Mock(side_effect=error))
     exit_code, out, _ = call("build", "mn5", "--json")
     values = json.loads(out)["error"]
     assert (exit_code, values["exit_code"], values["what"], values["where"]) == (code, code, what, where)
 
 
-def test_check_of_good_recipes_passes(call: Any) -> None:
+def test_check_of_good_recipes_passes(call):
     code, out, _ = call("check", "mn5", "cpu", "--json")
     assert (code, json.loads(out)["passed"]) == (0, True)

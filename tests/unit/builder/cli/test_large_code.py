@@ -22,14 +22,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_script_is_refused_with_the_flag(folder: Path) -> None:
+def test_script_is_refused_with_the_flag(folder):
     process = subprocess.run(PLAN, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert process.returncode == 2
     assert "big.yaml:1: the code for the image is 1.1 GB: weights.bin 1.1 GB\n" in process.stderr
     assert "to pack all of it: --large" in process.stderr
 
 
-def test_person_is_asked_and_may_refuse(folder: Path) -> None:
+def test_person_is_asked_and_may_refuse(folder):
     ours, theirs = pty.openpty()
     with os.fdopen(ours, "r+b", buffering=0) as terminal:
         process = subprocess.Popen(PLAN, cwd=folder, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE)

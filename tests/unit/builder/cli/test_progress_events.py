@@ -14,9 +14,7 @@ def events(capsys: pytest.CaptureFixture[str]) -> list[tuple[str, int | str]]:
     return [(line["event"], line["done"] if "done" in line else line["text"]) for line in lines]
 
 
-def test_bytes_are_printed_once_a_second(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bytes_are_printed_once_a_second(capsys, monkeypatch):
     clock = iter((0.0, 0.4, 0.9, 1.1, 1.5, 2.2))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
     with progress.reporter(as_json=True) as report:
@@ -26,7 +24,7 @@ def test_bytes_are_printed_once_a_second(
     assert events(capsys) == [("stage", "read"), ("bytes", 0), ("bytes", 3), ("bytes", 5)]
 
 
-def test_each_stage_begins_with_an_event_of_its_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_stage_begins_with_an_event_of_its_bytes(capsys):
     with progress.reporter(as_json=True) as report:
         for name in ("read", "check"):
             report.stage(name)
@@ -36,7 +34,7 @@ def test_each_stage_begins_with_an_event_of_its_bytes(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("total_bytes", [None, 9000])
-def test_stage_that_has_ended_has_a_full_bar(total_bytes: int | None) -> None:
+def test_stage_that_has_ended_has_a_full_bar(total_bytes):
     live = progress.LiveReporter()
     live.stage("read")
     live.advance(5000, total_bytes)

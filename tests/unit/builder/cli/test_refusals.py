@@ -12,9 +12,9 @@ from imgkit_builder.cli import app
 
 @pytest.mark.parametrize("case", refusals.load_cases(Path(__file__).parent / "refusals"))
 def test_refusal_is_as_recorded(
-    case: refusals.Case,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    case,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     refusals.check(case, app.main, tmp_path, monkeypatch, capsys)

@@ -35,7 +35,7 @@ def imgkit(folder: Path, *args: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, "-c", RUN, *args], cwd=folder, env=env, capture_output=True)
 
 
-def test_stdout_and_file_are_equal(folder: Path) -> None:
+def test_stdout_and_file_are_equal(folder):
     printed = imgkit(folder, "render", "./mine.yaml")
     written = imgkit(folder, "render", "./mine.yaml", "-o", "Dockerfile")
     assert (printed.returncode, printed.stderr, written.returncode) == (0, b"", 0)
@@ -43,7 +43,7 @@ def test_stdout_and_file_are_equal(folder: Path) -> None:
     assert 'GREETING="grüße"' in printed.stdout.decode()
 
 
-def test_definition_with_its_context(folder: Path) -> None:
+def test_definition_with_its_context(folder):
     result = imgkit(folder, "render", "./mine.yaml", "--format", "def", "--context", "c.tar")
     assert result.returncode == 0, result.stderr
     section = result.stdout.decode().split("\n%files\n")[1].split("\n%")[0]
@@ -52,7 +52,7 @@ def test_definition_with_its_context(folder: Path) -> None:
         assert set(members) <= set(archive.getnames())
 
 
-def test_context_without_files_of_the_folder_names_no_commit(folder: Path) -> None:
+def test_context_without_files_of_the_folder_names_no_commit(folder):
     git = ("git", "-C", folder, "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
     contexts = []
     for message in ("first", "second"):
@@ -63,7 +63,7 @@ def test_context_without_files_of_the_folder_names_no_commit(folder: Path) -> No
     assert contexts[0] == contexts[1]
 
 
-def test_rendering_imports_no_engine(folder: Path) -> None:
+def test_rendering_imports_no_engine(folder):
     code = (
         "import sys; from imgkit_builder.cli.recipes import verb_render; "
         "verb_render('mn5', 'dockerfile', None, None, None, None, []); "
@@ -74,7 +74,7 @@ def test_rendering_imports_no_engine(folder: Path) -> None:
     assert process.returncode == 0, process.stderr
 
 
-def test_lock_beside_recipe_is_followed_unless_told_otherwise(tmp_path: Path) -> None:
+def test_lock_beside_recipe_is_followed_unless_told_otherwise(tmp_path):
     golden = Path(__file__).parents[3] / "golden" / "recipes"
     shutil.copytree(golden, tmp_path, dirs_exist_ok=True)
     for options, base in (((), "@sha256:"), (("--no-lock",), ":24.03-py3")):

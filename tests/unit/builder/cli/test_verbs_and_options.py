@@ -20,7 +20,7 @@ OUTPUTS = ("--output", "-o")
 RESOURCES = ("select", "nodes", "ncpus", "ngpus", "mem", "walltime", "mpiprocs", "ppn", "ompthreads", "place")
 
 
-def test_help_lists_every_verb_once_in_four_groups() -> None:
+def test_help_lists_every_verb_once_in_four_groups():
     text = CliRunner().invoke(app.build_app(), ["--help"]).output
     _, listed = text.split("Start here:", 1)
     titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
@@ -32,7 +32,7 @@ def test_help_lists_every_verb_once_in_four_groups() -> None:
 
 
 @pytest.mark.parametrize("verb", app.VERBS)
-def test_list_of_verbs_says_what_their_help_says(verb: str) -> None:
+def test_list_of_verbs_says_what_their_help_says(verb):
     # The list has its own copy of the sentence: `imgkit --help` does not import the verb.
     listed = TyperCommand(verb, help=app.VERBS[verb].help)
     assert listed.get_short_help_str(100) == app.verb_command(verb).get_short_help_str(100)
@@ -57,7 +57,7 @@ def kind_of_value(parameter: Any) -> str:
     return str(first)
 
 
-def test_flag_takes_one_kind_of_value() -> None:
+def test_flag_takes_one_kind_of_value():
     kinds: defaultdict[str, defaultdict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for name in app.VERBS:
         for verb, parameter in list_options(app.verb_command(name), name):
@@ -79,18 +79,18 @@ def run_flags(run_options: list[Any]) -> set[str]:
     return {name for parameter in run_options for name in parameter.opts}
 
 
-def test_run_has_at_most_46_options(run_options: list[Any]) -> None:
+def test_run_has_at_most_46_options(run_options):
     assert len({parameter.name for parameter in run_options} - {"help"}) <= 46
 
 
-def test_no_option_of_a_scheduler_is_one_of_imgkit(run_flags: set[str]) -> None:
+def test_no_option_of_a_scheduler_is_one_of_imgkit(run_flags):
     names = {name for rows in TABLES.values() for row in rows for name in row.names.split()}
     assert len(names) > 80
     assert names & run_flags == set()
     assert {name for name in names if not name.startswith("-")} == set(RESOURCES)
 
 
-def test_answers_to_options_of_schedulers_are_options_of_imgkit(run_flags: set[str]) -> None:
+def test_answers_to_options_of_schedulers_are_options_of_imgkit(run_flags):
     answers = {row.answer for rows in TABLES.values() for row in rows}
     typed = {name for answer in answers for name in re.findall(r"(?:^| )(--?[a-z][a-z-]*|-A)", answer)}
     assert typed - run_flags == set()

@@ -20,7 +20,7 @@ def find(project: Path, source: str = "data/x") -> DataFolder:
     return folder.find_folder(spec.parse_spec(source), project)
 
 
-def test_item_is_of_the_project_or_of_the_cluster() -> None:
+def test_item_is_of_the_project_or_of_the_cluster():
     specs = spec.parse_all(["./data/x/", "/gpfs/y:/data", "$WORK/z:/workspace/z"])
     assert [item.is_local for item in specs] == [True, False, False]
     assert specs == (
@@ -38,7 +38,7 @@ def test_item_is_of_the_project_or_of_the_cluster() -> None:
         ("hf://datasets/a/b@6", HubRepo(name="a/b", is_data_set=True, revision="6"), "data/a/b"),
     ],
 )
-def test_item_of_the_hub_has_a_place_in_the_code(text: str, repo: HubRepo, target: str) -> None:
+def test_item_of_the_hub_has_a_place_in_the_code(text, repo, target):
     item = spec.parse_spec(text)
     assert (item.hub, item.target, item.is_local) == (repo, f"/workspace/hf/{target}", True)
 
@@ -46,7 +46,7 @@ def test_item_of_the_hub_has_a_place_in_the_code(text: str, repo: HubRepo, targe
 @pytest.mark.parametrize(
     "text", ["hf:gpt2", "hf://a/b/c", "hf://a@", "hf://../x", "hf://a--b", "hf://a@../x"]
 )
-def test_other_items_of_the_hub_are_refused(text: str) -> None:
+def test_other_items_of_the_hub_are_refused(text):
     with pytest.raises(UsageError) as caught:
         spec.parse_spec(text)
     assert caught.value.what == f"{text!r} is no model or data set of the hub"
@@ -75,13 +75,13 @@ def test_other_items_of_the_hub_are_refused(text: str) -> None:
         ),
     ],
 )
-def test_other_items_are_refused(texts: list[str], message: str, hint: str) -> None:
+def test_other_items_are_refused(texts, message, hint):
     with pytest.raises(UsageError) as caught:
         spec.parse_all(texts)
     assert (caught.value.what, caught.value.where, caught.value.hint) == (message, "data", hint)
 
 
-def test_name_changes_with_a_file_and_with_the_project(tmp_path: Path) -> None:
+def test_name_changes_with_a_file_and_with_the_project(tmp_path):
     first = find(write_files(tmp_path / "a", {"data/x/train": "1", "data/x/more/test": "2"}))
     assert (first.files, first.size_bytes) == (2, 4)
     for file in (tmp_path / "a/data/x").rglob("t*"):
@@ -98,7 +98,7 @@ def test_name_changes_with_a_file_and_with_the_project(tmp_path: Path) -> None:
     assert changed.project_part == first.project_part
 
 
-def test_folder_may_be_a_link_with_links_inside(tmp_path: Path) -> None:
+def test_folder_may_be_a_link_with_links_inside(tmp_path):
     write_files(tmp_path / "disk/x", {"blobs/1": "1"})
     (tmp_path / "disk/x/train").symlink_to("blobs/1")
     (tmp_path / "data").symlink_to(tmp_path / "disk")
@@ -115,7 +115,7 @@ def test_folder_may_be_a_link_with_links_inside(tmp_path: Path) -> None:
         ("link", "a link out of the folder of data, to ../../x", "put the files in its place"),
     ],
 )
-def test_folder_that_cannot_be_sent_is_refused(tmp_path: Path, path: str, message: str, hint: str) -> None:
+def test_folder_that_cannot_be_sent_is_refused(tmp_path, path, message, hint):
     write_files(tmp_path, {"file": "", "link/sub/x": ""})
     for name in ("empty", "fifo"):
         (tmp_path / name).mkdir()

@@ -15,7 +15,7 @@ from notes import Notes
 from imgkit_builder.data import hub as hub_data
 from imgkit_builder.data import spec
 from imgkit_builder.data.folder import DataFolder
-from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, ToolMissing, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 MODEL = {"config.json": b"{}", "weights/a.bin": b"w" * 1000, "weights/same.bin": b"w" * 1000}
 
@@ -43,7 +43,7 @@ def text(path: Path) -> str:
     return path.read_text()
 
 
-def test_model_by_revision_is_found_by_its_plain_name(hub: Hub, tmp_path: Path) -> None:
+def test_model_by_revision_is_found_by_its_plain_name(hub, tmp_path):
     """huggingface_hub itself finds it offline, in a process of its own."""
     first = next(iter(hub.repos["me/tiny"].commits))
     hub.repos["me/tiny"].commit({"config.json": b"{1}"})
@@ -58,7 +58,7 @@ def test_model_by_revision_is_found_by_its_plain_name(hub: Hub, tmp_path: Path) 
     assert not (tmp_path / "hf/hub/models--me--tiny/refs/main").exists(), "the user's own cache has changed"
 
 
-def test_files_are_links_to_blobs_that_take_no_room(hub: Hub, tmp_path: Path) -> None:
+def test_files_are_links_to_blobs_that_take_no_room(hub, tmp_path):
     data = download("hf://me/tiny", tmp_path)
     snapshot = data.path / "snapshots" / data.path.name
     assert {str(path.relative_to(snapshot)) for path in snapshot.rglob("*.*")} == MODEL.keys()
@@ -68,7 +68,7 @@ def test_files_are_links_to_blobs_that_take_no_room(hub: Hub, tmp_path: Path) ->
     assert data.size_bytes == 2 + 1000 + 40
 
 
-def test_data_set_is_a_folder_of_its_files_and_a_cache(hub: Hub, tmp_path: Path) -> None:
+def test_data_set_is_a_folder_of_its_files_and_a_cache(hub, tmp_path):
     data = download("hf://datasets/me/letters", tmp_path)
     assert data.spec.target == "/workspace/hf/data/me/letters"
     assert sorted(path.name for path in data.path.iterdir()) == [".hub", "README.md", "data"]
@@ -76,7 +76,7 @@ def test_data_set_is_a_folder_of_its_files_and_a_cache(hub: Hub, tmp_path: Path)
         assert text(folder / "data/train.csv") == "text\na\n"
 
 
-def test_lock_keeps_the_commit_until_its_line_goes(hub: Hub, tmp_path: Path) -> None:
+def test_lock_keeps_the_commit_until_its_line_goes(hub, tmp_path):
     first = download("hf://me/tiny", tmp_path)
     second = hub.repos["me/tiny"].commit({"config.json": b"{1}"})
     lock = tmp_path / "hf.lock"
@@ -92,15 +92,13 @@ def test_lock_keeps_the_commit_until_its_line_goes(hub: Hub, tmp_path: Path) -> 
     assert newest.project_part == first.project_part, "the next revision would be sent as a whole"
 
 
-def test_second_run_needs_no_internet(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_run_needs_no_internet(hub, tmp_path, monkeypatch):
     first = download("hf://me/tiny", tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert hub_data.find(spec.parse_spec("hf://me/tiny"), tmp_path) == first
 
 
-def test_token_opens_a_gated_model_and_is_in_no_file(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_opens_a_gated_model_and_is_in_no_file(hub, tmp_path, monkeypatch):
     hub.add("me/gated", {"a": b"1"}, gated=True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     data = download("hf://me/gated", tmp_path)
@@ -125,9 +123,7 @@ def test_token_opens_a_gated_model_and_is_in_no_file(
         ("hf://me/broken", ToolFailed, "hf://me/broken is not in the cache", "export https_proxy="),
     ],
 )
-def test_repository_that_cannot_be_had_is_refused(
-    hub: Hub, tmp_path: Path, item: str, kind: type[ImgkitError], message: str, hint: str
-) -> None:
+def test_repository_that_cannot_be_had_is_refused(hub, tmp_path, item, kind, message, hint):
     hub.add("me/gated", {"a": b"1"}, gated=True)
     hub.add("me/broken", {"a": b"1"}, broken=True)
     with pytest.raises(kind) as caught:
@@ -137,9 +133,7 @@ def test_repository_that_cannot_be_had_is_refused(
     assert not (tmp_path / "hf.lock").exists()
 
 
-def test_hub_that_cannot_be_reached_is_named(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_that_cannot_be_reached_is_named(hub, tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
         ToolFailed, match=r"tiny is not in the cache, and http://127.0.0.1:9 does not send it: .*refused"
@@ -147,16 +141,14 @@ def test_hub_that_cannot_be_reached_is_named(
         download("hf://me/tiny", tmp_path)
 
 
-def test_missing_package_is_named(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(hub, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ToolMissing, match="huggingface_hub is not installed") as caught:
         download("hf://me/tiny", tmp_path)
     assert caught.value.hint == 'pip install "imgkit-hpc[hf]"'
 
 
-def test_cache_that_cannot_be_written_is_named(
-    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cache_that_cannot_be_written_is_named(hub, tmp_path, monkeypatch):
     (tmp_path / "hf").write_text("a file")
     with pytest.raises(CheckFailed, match=r"hf://me/tiny cannot be written: .*Not a directory") as caught:
         download("hf://me/tiny", tmp_path)
@@ -167,7 +159,7 @@ def test_cache_that_cannot_be_written_is_named(
     ("text", "number"),
     [("hf://me/tiny main\n", 1), ("# x\nhf://me/tiny ../../../etc\n", 2), ("\n" * 70000, None)],
 )
-def test_lock_with_something_else_is_refused(tmp_path: Path, text: str, number: int | None) -> None:
+def test_lock_with_something_else_is_refused(tmp_path, text, number):
     (tmp_path / "hf.lock").write_text(text)
     with pytest.raises(UsageError) as caught:
         hub_data.find(spec.parse_spec("hf://me/tiny"), tmp_path)

@@ -86,14 +86,14 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_input_output_and_code_go_through(start_guard: StartGuard) -> None:
+def test_input_output_and_code_go_through(start_guard):
     guard = start_guard("cat; echo wrong >&2; exit 3")
     guard.say(b"tar\n")
     assert guard.read() + guard.read() == b"tar\nwrong\n"
     assert guard.process.wait(60) == 3
 
 
-def test_closed_pipe_ends_the_program(start_guard: StartGuard) -> None:
+def test_closed_pipe_ends_the_program(start_guard):
     guard = start_guard("echo $$; exec sleep 1000")
     pid = int(guard.read())
     os.close(guard.life)
@@ -101,14 +101,14 @@ def test_closed_pipe_ends_the_program(start_guard: StartGuard) -> None:
     assert gone(pid)
 
 
-def test_program_that_ends_early_is_no_trap(start_guard: StartGuard) -> None:
+def test_program_that_ends_early_is_no_trap(start_guard):
     guard = start_guard("exit 5")
     assert guard.process.wait(60) == 5
     with pytest.raises(BrokenPipeError):
         guard.say(b"x" * (1 << 20))
 
 
-def test_reader_that_went_ends_the_program(start_guard: StartGuard) -> None:
+def test_reader_that_went_ends_the_program(start_guard):
     guard = start_guard("echo $$; while echo more; do :; done; exec sleep 1000")
     pid = int(guard.read())
     assert guard.process.stdout is not None
@@ -117,7 +117,7 @@ def test_reader_that_went_ends_the_program(start_guard: StartGuard) -> None:
     assert gone(pid)
 
 
-def test_foreign_working_container_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_working_container_stays(tmp_path, monkeypatch):
     """Only a folder that holds the token is removed; the program here is a fake that records its words."""
     containers = {"ours": '{"Args": {"BUILD_OF_IMGKIT": "token"}}', "theirs": "{}"}
     write_files(

@@ -11,9 +11,9 @@ from refusals import refused
 
 from imgkit_builder.engine import builders
 from imgkit_builder.engine.address import Endpoint
-from imgkit_builder.engine.builders import Builder, Choice
+from imgkit_builder.engine.builders import Choice
 from imgkit_builder.engine.connection import EngineFacts, engine_facts
-from imgkit_entrypoints.errors import ImgkitError, ToolMissing, UsageError
+from imgkit_entrypoints.errors import ToolMissing, UsageError
 
 CONTAINERD = {"Driver": "overlayfs", "DriverStatus": [["driver-type", "io.containerd.snapshotter.v1"]]}
 SECRETS = "mine.yaml:4"
@@ -30,12 +30,12 @@ def _no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
 
 
-def test_store_names_the_graph_driver_or_containerd() -> None:
+def test_store_names_the_graph_driver_or_containerd():
     assert facts("docker").store == "overlay2"
     assert facts("docker", **CONTAINERD).store == "containerd (overlayfs)"
 
 
-def test_docker_builds_by_its_api() -> None:
+def test_docker_builds_by_its_api():
     assert builders.choose(facts("docker")) == Choice(name="classic", may_change=True)
 
 
@@ -43,7 +43,7 @@ def test_docker_builds_by_its_api() -> None:
     ("host", "reason"),
     [("unix:///s", "'podman' is not on PATH"), ("tcp://far:2375", "another machine")],
 )
-def test_podman_out_of_reach_builds_by_its_api(host: str, reason: str) -> None:
+def test_podman_out_of_reach_builds_by_its_api(host, reason):
     builder = builders.choose(facts("podman", host))
     assert (builder.name, reason in builder.note) == ("classic", True)
 
@@ -59,22 +59,20 @@ def test_podman_out_of_reach_builds_by_its_api(host: str, reason: str) -> None:
         ("podman", "auto", SECRETS, UsageError, "they would stay in the image", "use --builder podman"),
     ],
 )
-def test_builder_that_cannot_build_is_refused(
-    product: str, requested: Builder, secrets: str, kind: type[ImgkitError], message: str, hint: str
-) -> None:
+def test_builder_that_cannot_build_is_refused(product, requested, secrets, kind, message, hint):
     with refused(kind, message, hint=hint) as caught:
         builders.choose(facts(product), requested, secrets_at=secrets)
     assert not secrets or (caught.value.where, caught.value.hint) == (secrets, hint)
 
 
-def test_docker_without_buildx_refuses_secrets(tmp_path: Path) -> None:
+def test_docker_without_buildx_refuses_secrets(tmp_path):
     write_program(tmp_path / "docker", "exit 1")
     with refused(ToolMissing, "only with buildx: the docker program has no buildx", where=SECRETS) as caught:
         builders.choose(facts("docker"), secrets_at=SECRETS)
     assert "classic" not in str(caught.value)
 
 
-def test_secrets_choose_buildx_for_docker(tmp_path: Path) -> None:
+def test_secrets_choose_buildx_for_docker(tmp_path):
     write_program(tmp_path / "docker", "exit 0")
     assert builders.choose(facts("docker"), secrets_at=SECRETS).name == "buildx"
     assert builders.choose(facts("docker")).name == "classic"

@@ -60,12 +60,12 @@ def use(folder: Path, name: str) -> str:
     return str(path)
 
 
-def test_chosen_context_is_used(docker: Path) -> None:
+def test_chosen_context_is_used(docker):
     source = use(docker, "lab")
     assert address.find_endpoint() == Endpoint(host="unix:///lab.sock", source=source, context="lab")
 
 
-def test_variables_go_before_the_chosen_context(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_go_before_the_chosen_context(docker, monkeypatch):
     use(docker, "other")
     monkeypatch.setenv("DOCKER_CONTEXT", "lab")
     endpoint = address.find_endpoint()
@@ -74,7 +74,7 @@ def test_variables_go_before_the_chosen_context(docker: Path, monkeypatch: pytes
     assert address.find_endpoint() == Endpoint(host="tcp://here:1", source="DOCKER_HOST")
 
 
-def test_default_context_means_the_usual_socket(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_context_means_the_usual_socket(docker, monkeypatch):
     use(docker, "lab")
     monkeypatch.setenv("DOCKER_CONTEXT", "default")
     assert address.find_endpoint() == Endpoint(host=f"unix://{docker}/docker.sock")
@@ -103,14 +103,14 @@ PLACES = (
 )
 
 
-def test_usual_sockets_are_tried_in_order(docker: Path) -> None:
+def test_usual_sockets_are_tried_in_order(docker):
     with contextlib.ExitStack() as stack:
         for socket_path in reversed(PLACES):
             stack.enter_context(listening(docker / socket_path))
             assert address.find_endpoint() == Endpoint(host=f"unix://{docker / socket_path}")
 
 
-def test_socket_of_a_stopped_engine_is_passed_over(docker: Path) -> None:
+def test_socket_of_a_stopped_engine_is_passed_over(docker):
     with listening(docker / PLACES[0]), listening(docker / PLACES[1]):
         pass
     (docker / PLACES[2]).parent.mkdir()
@@ -120,13 +120,13 @@ def test_socket_of_a_stopped_engine_is_passed_over(docker: Path) -> None:
     assert address.find_endpoint().host == address.DEFAULT_HOST
 
 
-def test_colima_may_live_elsewhere(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_colima_may_live_elsewhere(docker, monkeypatch):
     monkeypatch.setenv("COLIMA_HOME", str(docker / "c"))
     with listening(docker / "c/default/docker.sock"):
         assert address.find_endpoint().host == f"unix://{docker}/c/default/docker.sock"
 
 
-def test_certificates_of_a_context_reach_the_sdk(docker: Path) -> None:
+def test_certificates_of_a_context_reach_the_sdk(docker):
     use(docker, "tls")
     endpoint = address.find_endpoint()
     assert endpoint.tls is not None
@@ -139,14 +139,14 @@ def test_certificates_of_a_context_reach_the_sdk(docker: Path) -> None:
     )
 
 
-def test_stated_certificates_reach_the_sdk(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stated_certificates_reach_the_sdk(docker, monkeypatch):
     monkeypatch.setenv("DOCKER_HOST", "tcp://far:2376")
     monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
     (docker / "ca.pem").touch()
     assert sdk_options(address.find_endpoint())["tls"].ca_cert == f"{docker}/ca.pem"
 
 
-def test_unknown_context_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_context_is_refused(docker, monkeypatch):
     source = use(docker, "gone")
     for where, leave in ((source, "docker context use default"), ("DOCKER_CONTEXT", "unset DOCKER_CONTEXT")):
         with refused(UsageError, "no Docker context 'gone'", where=where, hint=leave):
@@ -154,20 +154,20 @@ def test_unknown_context_is_refused(docker: Path, monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv("DOCKER_CONTEXT", "gone")
 
 
-def test_context_of_something_else_is_refused(docker: Path) -> None:
+def test_context_of_something_else_is_refused(docker):
     use(docker, "other")
     with pytest.raises(UsageError, match="'other' names no engine"):
         address.find_endpoint()
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '"x"'])
-def test_damaged_settings_are_refused(docker: Path, text: str) -> None:
+def test_damaged_settings_are_refused(docker, text):
     (docker / "config.json").write_text(text)
     with refused(UsageError, "this file is not", where=str(docker / "config.json")):
         address.find_endpoint()
 
 
-def test_folder_of_settings_is_in_the_home(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_settings_is_in_the_home(monkeypatch):
     monkeypatch.delenv("DOCKER_CONFIG", raising=False)
     monkeypatch.setenv("HOME", "/home/me")
     assert address._settings_folder() == Path("/home/me/.docker")

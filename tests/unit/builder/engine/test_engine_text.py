@@ -21,13 +21,13 @@ from imgkit_builder.oci.manifest import STANDIN_LABEL
 from imgkit_entrypoints.errors import ToolFailed, UsageError
 
 
-def test_steps_map_to_first_lines() -> None:
+def test_steps_map_to_first_lines():
     text = "# c\nARG A=1\nFROM x\n\nRUN a \\\n  # inside\n\n  && b\n# c \\\nCOPY a b\n"
     assert instruction_lines(text) == (2, 3, 5, 10)
     assert instruction_lines("# only\n\n") == ()
 
 
-def test_label_values_cannot_break_out() -> None:
+def test_label_values_cannot_break_out():
     line = _label_instruction({"k": 'a "b" $HOME \\ c\nRUN evil'})
     assert line == 'LABEL "k"="a \\"b\\" \\$HOME \\\\ c RUN evil"\n'
 
@@ -41,7 +41,7 @@ def test_label_values_cannot_break_out() -> None:
         ("host:5000/a/b:1@sha256:00", "host:5000/a/b"),
     ],
 )
-def test_repository_leaves_ports_alone(name: str, expected: str) -> None:
+def test_repository_leaves_ports_alone(name, expected):
     assert repository(name) == expected
 
 
@@ -49,12 +49,12 @@ def test_repository_leaves_ports_alone(name: str, expected: str) -> None:
     ("name", "expected"),
     [("debian:12", ""), ("group/x:1", ""), ("nvcr.io/a/b:1", "nvcr.io"), ("localhost/x", "localhost")],
 )
-def test_registry_is_told_from_group(name: str, expected: str) -> None:
+def test_registry_is_told_from_group(name, expected):
     assert registry_of(name) == expected
 
 
 @pytest.mark.parametrize("text", ["arm64", "linux/arm64", "linux/arm64/v8"])
-def test_platform_spellings_are_one(text: str) -> None:
+def test_platform_spellings_are_one(text):
     assert full_platform(text) == "linux/arm64"
 
 
@@ -68,12 +68,12 @@ def test_platform_spellings_are_one(text: str) -> None:
         ("something new", ToolFailed),
     ],
 )
-def test_message_decides_the_kind(message: str, kind: type) -> None:
+def test_message_decides_the_kind(message, kind):
     error = explain_message(message, doing="push x", name="x")
     assert type(error) is kind
 
 
-def test_unknown_message_is_quoted_in_full() -> None:
+def test_unknown_message_is_quoted_in_full():
     assert "push x: something new" in str(explain_message("\x1b[91msomething new\x1b[0m", doing="push x"))
 
 
@@ -84,14 +84,14 @@ def shell(endpoint: Endpoint = HERE, *, gpus: bool = False, host: bool = True) -
     return " ".join(shell_argv("mn5", gpus=gpus, host=host, endpoint=endpoint))
 
 
-def test_shell_asks_for_gpus_only_if_told() -> None:
+def test_shell_asks_for_gpus_only_if_told():
     assert shell().endswith("--rm mn5 bash")
     assert "--gpus" not in shell()
     assert "--ipc=host" in shell()
     assert shell(gpus=True).endswith("--rm --gpus all mn5 bash")
 
 
-def test_shell_shares_nothing_unasked() -> None:
+def test_shell_shares_nothing_unasked():
     argv = shell(host=False)
     assert " --network none " in argv
     for option in ("--ipc", "--volume", "--mount"):
@@ -107,14 +107,12 @@ def test_shell_shares_nothing_unasked() -> None:
         ("podman", HERE, f"podman --url {HERE.host} run"),
     ],
 )
-def test_shell_names_a_socket_that_its_program_would_not_find(
-    monkeypatch: pytest.MonkeyPatch, program: str, endpoint: Endpoint, start: str
-) -> None:
+def test_shell_names_a_socket_that_its_program_would_not_find(monkeypatch, program, endpoint, start):
     monkeypatch.setattr("shutil.which", lambda name: name if name == program else None)
     assert shell(endpoint).startswith(f"{start} ")
 
 
-def test_facts_name_a_standin_first_and_have_a_schema() -> None:
+def test_facts_name_a_standin_first_and_have_a_schema():
     image = ImageInfo(
         ref="sha256:1",
         id="sha256:1",
@@ -134,13 +132,13 @@ def test_facts_name_a_standin_first_and_have_a_schema() -> None:
     assert ImageFacts(image=standin).lines()[0].startswith("STAND-IN")
 
 
-def test_configuration_that_is_not_named_by_a_sha256_gives_no_id() -> None:
+def test_configuration_that_is_not_named_by_a_sha256_gives_no_id():
     manifest = b'{"config": {"digest": "sha256:../etc/passwd"}}'
     digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
     assert images._find_config(digest, "linux/amd64", {digest: manifest}.get) is None
 
 
-def test_error_without_a_message_is_told() -> None:
+def test_error_without_a_message_is_told():
     """Podman 5 answers so to a push, and the SDK then fails with a KeyError."""
     answer = requests.Response()
     answer.status_code, answer._content = 500, b'{"error": "dial tcp: connection refused"}'

@@ -62,16 +62,14 @@ def certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
         thread.join()
 
 
-def test_authority_of_a_proxy_does_not_replace_the_engines(
-    certificates: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_authority_of_a_proxy_does_not_replace_the_engines(certificates, monkeypatch):
     certificate(certificates / "proxy")
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificates / "proxy/ca.pem"))
     with engine.connect() as connection:
         assert connection.version["Version"] == "20.10.24"
 
 
-def test_foreign_authority_is_named(certificates: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_authority_is_named(certificates, monkeypatch):
     certificate(certificates / "other")
     monkeypatch.setenv("DOCKER_CERT_PATH", str(certificates / "other"))
     with refused(
@@ -89,11 +87,11 @@ def test_foreign_authority_is_named(certificates: Path, monkeypatch: pytest.Monk
         ("ssh://me@far:2222", "ssh -l me -p 2222 -T -- far docker system dial-stdio"),
     ],
 )
-def test_ssh_gets_what_the_address_states(host: str, argv: str) -> None:
+def test_ssh_gets_what_the_address_states(host, argv):
     assert " ".join(address._ssh_argv(host)) == argv
 
 
-def test_missing_ssh_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ssh_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("DOCKER_HOST", "ssh://far")
     with pytest.raises(ToolMissing, match="'ssh' is not on PATH"):

@@ -71,7 +71,7 @@ def follow(kind: type[BuildFollower], text: str, *, code: int = 1) -> tuple[list
 
 
 @pytest.mark.parametrize("text", [PODMAN, PODMAN.replace("STEP", "Step").replace(": ", " : ", 4)])
-def test_podman_fails_at_the_recipes_line(text: str) -> None:
+def test_podman_fails_at_the_recipes_line(text):
     stages, message = follow(BuildFollower, text)
     assert stages[-1] == "step 4/4: RUN echo out; exit 7"
     assert len(stages) == 4
@@ -79,12 +79,12 @@ def test_podman_fails_at_the_recipes_line(text: str) -> None:
     assert "\n     out\n     Error: of the program itself\n" in message
 
 
-def test_podmans_last_line_is_its_verdict() -> None:
+def test_podmans_last_line_is_its_verdict():
     _, message = follow(BuildFollower, PODMAN)
     assert "exit 7): while running runtime: exit status 7\n" in message
 
 
-def test_buildx_fails_at_the_recipes_line() -> None:
+def test_buildx_fails_at_the_recipes_line():
     stages, message = follow(BuildKitFollower, BUILDX)
     # ENV makes no layer, so BuildKit does not count it.
     assert stages == [
@@ -97,25 +97,25 @@ def test_buildx_fails_at_the_recipes_line() -> None:
     assert "DONE" not in message
 
 
-def test_place_named_by_buildx_counts() -> None:
+def test_place_named_by_buildx_counts():
     _, message = follow(
         BuildKitFollower, BUILDX.replace("------\nERROR", "Dockerfile.imgkit:6\n------\nERROR")
     )
     assert message.startswith("imgkit: the default folder: step 3/3")
 
 
-def test_silent_end_names_the_exit_code() -> None:
+def test_silent_end_names_the_exit_code():
     _, message = follow(BuildKitFollower, "", code=137)
     assert message.startswith("build: the builder ended with exit code 137")
 
 
-def test_missing_base_is_a_failure_before_any_step() -> None:
+def test_missing_base_is_a_failure_before_any_step():
     text = "Error: creating build container: base:1: image not known\n"
     _, message = follow(BuildFollower, text)
     assert message.startswith("build: creating build container: base:1: image not known")
 
 
-def test_full_disk_gets_its_hint() -> None:
+def test_full_disk_gets_its_hint():
     text = BUILDX.replace("0.303", "0.303 no space left on device")
     follower = BuildKitFollower(io.StringIO(), DOCKERFILE, base="b", log_path=Path("/log"), report=Silent())
     follower.add_text(text)
@@ -123,7 +123,7 @@ def test_full_disk_gets_its_hint() -> None:
     assert "docker system df" in str(follower.exit_error(1))
 
 
-def test_hidden_words_are_nowhere(tmp_path: Path) -> None:
+def test_hidden_words_are_nowhere(tmp_path):
     log, notes = io.StringIO(), Notes()
     watch = BuildFollower(
         log,

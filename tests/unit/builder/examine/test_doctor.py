@@ -81,7 +81,7 @@ def look(*args: object, **options: object) -> dict[str, Check]:
     return {check.name: check for check in doctor.check_machine(*args, **options)}  # type: ignore[arg-type]
 
 
-def test_every_trouble_of_a_machine_with_nothing_names_a_fix(programs: Path, root: Root) -> None:
+def test_every_trouble_of_a_machine_with_nothing_names_a_fix(programs, root):
     checks = look(OLIVIA, machine=root(userns="0"))
     assert all(check.hint for check in checks.values() if check.verdict in ("warn", "fail"))
     assert checks["docker"].verdict == checks["singularity"].verdict == "fail"
@@ -164,7 +164,7 @@ for version, verdict in (
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_machine_is_judged_by_what_it_has(programs: Path, root: Root, case: Case) -> None:
+def test_machine_is_judged_by_what_it_has(programs, root, case):
     prefix = programs.parent
     for path, script in case.programs.items():
         write_program(prefix / path, script)
@@ -175,14 +175,12 @@ def test_machine_is_judged_by_what_it_has(programs: Path, root: Root, case: Case
         assert advice.format(prefix) in (f"^{check.found}" if advice == text else check.hint)
 
 
-def test_root_needs_no_namespaces(runtime: Path, root: Root) -> None:
+def test_root_needs_no_namespaces(runtime, root):
     assert "user namespaces" not in look(machine=root(uid=0, userns="0"))
 
 
 @pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("sif", "warn"), ("build", "fail")])
-def test_missing_engine_fails_only_builders(
-    runtime: Path, purpose: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_engine_fails_only_builders(runtime, purpose, verdict, monkeypatch):
     """Nor those, where the runtime builds."""
     cases: tuple[tuple[Verdict, Verdict], ...] = (("warn", verdict), ("ok", "warn"))
     for way, expected in cases:
@@ -194,14 +192,12 @@ def test_missing_engine_fails_only_builders(
 
 
 @pytest.mark.parametrize(("purpose", "verdict"), [("any", "warn"), ("build", "warn"), ("sif", "fail")])
-def test_missing_runtime_fails_only_conversions(
-    programs: Path, purpose: str, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_runtime_fails_only_conversions(programs, purpose, verdict, monkeypatch):
     monkeypatch.setattr(doctor, "_check_engine", lambda: Check("docker", "ok", "x"))
     assert look(purpose=purpose)["imgkit sif"].verdict == verdict
 
 
-def test_setuid_runtime_needs_no_namespaces(runtime: Path, root: Root) -> None:
+def test_setuid_runtime_needs_no_namespaces(runtime, root):
     starter = write_program(runtime.parent.parent / "libexec/singularity/bin/starter-suid", "")
     starter.chmod(0o4755)
     checks = look(machine=root(userns="0"))
@@ -213,9 +209,7 @@ def test_setuid_runtime_needs_no_namespaces(runtime: Path, root: Root) -> None:
     ("subfolder", "flavour"), [("etc", "singularity"), ("etc", "apptainer"), ("x86_64/etc", "apptainer")]
 )
 @pytest.mark.parametrize("folder_only", [True, False])
-def test_mksquashfs_of_the_configuration_is_found(
-    runtime: Path, tmp_path: Path, subfolder: str, flavour: str, folder_only: bool
-) -> None:
+def test_mksquashfs_of_the_configuration_is_found(runtime, tmp_path, subfolder, flavour, folder_only):
     program = write_program(tmp_path / "own tools/mksquashfs", NEW)
     value = program.parent if folder_only else program
     text = f"# mksquashfs path = /commented\nmksquashfs path = {value}"
@@ -223,13 +217,13 @@ def test_mksquashfs_of_the_configuration_is_found(
     assert f"mksquashfs 4.6.1 at {program}" in look(machine=ROOT)["imgkit sif"].found
 
 
-def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime: Path) -> None:
+def test_absent_mksquashfs_of_the_configuration_is_ignored(runtime):
     text = b"mksquashfs path = /absent\nmksquashfs path =\n\xff\0"
     write_files(runtime.parent.parent, {"etc/singularity/singularity.conf": text})
     assert "mksquashfs is not on this machine" in look(machine=ROOT)["imgkit sif"].found
 
 
-def test_machine_without_runtime_still_writes_files(programs: Path) -> None:
+def test_machine_without_runtime_still_writes_files(programs):
     write_program(programs / "mksquashfs", NEW)
     checks = look(MN5, purpose="sif", machine=ROOT)
     assert (checks["imgkit sif"].verdict, checks["singularity"].verdict) == ("ok", "warn")
@@ -238,9 +232,7 @@ def test_machine_without_runtime_still_writes_files(programs: Path) -> None:
     assert passed(tuple(checks.values()))
 
 
-def test_tmp_in_memory_warns(
-    programs: Path, root: Root, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_tmp_in_memory_warns(programs, root, monkeypatch, tmp_path):
     (tmp_path / "scratch dir").mkdir()
     monkeypatch.setenv("APPTAINER_TMPDIR", str(tmp_path / "scratch dir"))
     escaped = str(tmp_path / "scratch dir").replace(" ", "\\040")
@@ -249,7 +241,7 @@ def test_tmp_in_memory_warns(
     assert "--tmpdir" in check.hint
 
 
-def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_tmp_is_told(runtime, monkeypatch):
     monkeypatch.setenv("TMPDIR", "/nonexistent/tmp")
     check = look(purpose="sif", machine=ROOT)["disk tmp"]
     assert check.verdict == "fail"
@@ -258,12 +250,12 @@ def test_absent_tmp_is_told(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize(("squashes", "enough"), [(NEW, 10), (OLD, 40), (BROKEN, 76)])
 def test_disk_that_the_way_fills_warns(
-    runtime: Path,
-    root: Root,
-    monkeypatch: pytest.MonkeyPatch,
-    squashes: str,
-    enough: int,
-) -> None:
+    runtime,
+    root,
+    monkeypatch,
+    squashes,
+    enough,
+):
     """The stream needs room for the .sif alone, plain files for the image, a runtime for three of them."""
     write_program(runtime.parent / "mksquashfs", squashes)
     for free, verdict in ((enough, "ok"), (enough - 1, "warn")):
@@ -274,5 +266,5 @@ def test_disk_that_the_way_fills_warns(
         assert check.verdict == verdict
 
 
-def test_own_architecture_needs_no_emulation(programs: Path, root: Root) -> None:
+def test_own_architecture_needs_no_emulation(programs, root):
     assert "emulation" not in look(OLIVIA, machine=root(arch="arm64"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import tarfile
-from collections.abc import Callable
 from pathlib import Path
 
 import bit_flips
@@ -79,13 +78,13 @@ def is_damaged(checkpoint: Path) -> bool:
     ids=["archive", "archive manifest", "archive checksum", "checkpoint manifest", "checkpoint part"],
 )
 def test_flipped_bit_is_noticed(
-    make: Callable[[Path], Path],
-    select: Callable[[Path], Path],
-    is_noticed: Callable[[Path], bool],
-    flips: int,
-    seed: int,
-    tmp_path: Path,
-) -> None:
+    make,
+    select,
+    is_noticed,
+    flips,
+    seed,
+    tmp_path,
+):
     whole = make(tmp_path)
     assert not is_noticed(whole)
     assert bit_flips.survivors(select(whole), lambda: is_noticed(whole), flips, seed=seed) == []

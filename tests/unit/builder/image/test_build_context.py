@@ -56,7 +56,7 @@ def names(packed: BuildContext, folder: str = "") -> list[str]:
     return [member.name.removeprefix(folder) for member in members if member.name.startswith(folder)]
 
 
-def test_members_sorted_and_normalised(pack_code: PackCode) -> None:
+def test_members_sorted_and_normalised(pack_code):
     members = {member.name: member for member in tar_members(pack_code())}
     assert list(members) == sorted(members)
     assert min(members) == "Dockerfile"
@@ -67,7 +67,7 @@ def test_members_sorted_and_normalised(pack_code: PackCode) -> None:
     assert modes == {"run.sh": 0o755, "pkg/a b.py": 0o644, "pkg": 0o755}
 
 
-def test_sha_is_of_the_stream(pack_code: PackCode) -> None:
+def test_sha_is_of_the_stream(pack_code):
     packed = pack_code()
     for _ in range(2):
         with packed.open() as stream:
@@ -75,7 +75,7 @@ def test_sha_is_of_the_stream(pack_code: PackCode) -> None:
         assert (hashlib.sha256(data).hexdigest(), len(data)) == (packed.sha256, packed.size_bytes)
 
 
-def test_umask_user_and_time_do_not_show(pack_code: PackCode, code: Path) -> None:
+def test_umask_user_and_time_do_not_show(pack_code, code):
     first = pack_code().sha256
     for path in (code, *code.rglob("*")):
         path.chmod(path.stat().st_mode & 0o700)
@@ -85,7 +85,7 @@ def test_umask_user_and_time_do_not_show(pack_code: PackCode, code: Path) -> Non
     assert pack_code().sha256 == first
 
 
-def test_content_and_executable_bit_show(pack_code: PackCode, code: Path) -> None:
+def test_content_and_executable_bit_show(pack_code, code):
     shas = {pack_code().sha256}
     (code / "run.sh").chmod(0o644)
     shas.add(pack_code().sha256)
@@ -93,7 +93,7 @@ def test_content_and_executable_bit_show(pack_code: PackCode, code: Path) -> Non
     assert len(shas | {pack_code().sha256}) == 3
 
 
-def test_input_has_files_and_the_name_of_the_base(make_recipe: MakeRecipe, code: Path) -> None:
+def test_input_has_files_and_the_name_of_the_base(make_recipe, code):
     recipe = make_recipe(copy=(CopyStep(source=code),))
 
     def digest(name: str, **known: Any) -> str:
@@ -108,7 +108,7 @@ def test_input_has_files_and_the_name_of_the_base(make_recipe: MakeRecipe, code:
     assert digest("b:1") != by_name
 
 
-def test_baked_facts_read_back(make_recipe: MakeRecipe) -> None:
+def test_baked_facts_read_back(make_recipe):
     recipe = make_recipe(env={"NCCL_NET_PLUGIN": "ofi", "PATH": "/x:$PATH"})
     base = BaseImage(name="base:1", id="sha256:1", env={"NCCL_NET_PLUGIN": "spcx", "PATH": "/bin"})
     packed = pack(recipe, base=base, platform="linux/arm64", revision="abc-dirty")
@@ -123,9 +123,7 @@ def test_baked_facts_read_back(make_recipe: MakeRecipe) -> None:
 
 
 @pytest.mark.parametrize(("locked", "lock_digest"), [(False, ""), (True, None)])
-def test_labels_of_the_base_are_not_inherited(
-    make_recipe: MakeRecipe, locked: bool, lock_digest: str | None
-) -> None:
+def test_labels_of_the_base_are_not_inherited(make_recipe, locked, lock_digest):
     """A locked build has the label of its lock from the recipe."""
     packed = pack(make_recipe())
     labels = manifest.labels(packed.manifest, context_sha256="ef", created="2026-01-01", locked=locked)
@@ -133,31 +131,31 @@ def test_labels_of_the_base_are_not_inherited(
     assert labels["org.opencontainers.image.revision"] == ""
 
 
-def test_ignore_of_the_recipe_decides(pack_code: PackCode, code: Path) -> None:
+def test_ignore_of_the_recipe_decides(pack_code, code):
     files = ("data/x.bin", "pkg/data/y.bin", "keep.csv", "drop.csv", "data.txt", ".git/HEAD")
     write_files(code, dict.fromkeys(files, ""))
     copied = names(pack_code(ignore=("/data/", "*.csv", "!keep.csv")), "copy/0/")
     assert " ".join(copied) == "data.txt keep.csv pkg pkg/a b.py pkg/data pkg/data/y.bin run.sh"
 
 
-def test_single_file_keeps_its_name(pack_code: PackCode, code: Path) -> None:
+def test_single_file_keeps_its_name(pack_code, code):
     assert names(pack_code(source=code / "run.sh"), "copy/0/") == ["run.sh"]
 
 
-def test_requirements_go_in_as_they_are(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_requirements_go_in_as_they_are(make_recipe, tmp_path):
     text = b"numpy>=1.26,<2  # why\r\n--extra-index-url https://example.org/x\nmine @ https://a/b.whl\n"
     (tmp_path / "r.txt").write_bytes(text)
     packed = pack(make_recipe(pip=(PipStep(packages=("x",)), PipStep(requirements=tmp_path / "r.txt"))))
     assert own_file(packed, "imgkit/requirements-1.txt") == text
 
 
-def test_certificate_ends_in_a_line_end(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_certificate_ends_in_a_line_end(make_recipe, tmp_path):
     (tmp_path / "company.crt").write_bytes(b"-----END CERTIFICATE-----")
     packed = pack(make_recipe(ca=(tmp_path / "company.crt",)))
     assert own_file(packed, "imgkit/ca-0.crt") == b"-----END CERTIFICATE-----\n"
 
 
-def test_project_brings_its_dependencies_first(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_project_brings_its_dependencies_first(make_recipe, tmp_path):
     texts = {
         "pyproject.toml": "[project]\nname = 'mine'\ndependencies = ['einops>=0.7']\n",
         "src/mine.py": "",
@@ -177,14 +175,14 @@ def test_project_brings_its_dependencies_first(make_recipe: MakeRecipe, tmp_path
     assert packed.code.left_out == ("run.log",)
 
 
-def test_project_without_pyproject_refused(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_project_without_pyproject_refused(make_recipe, tmp_path):
     """A recipe's check refuses this too; the file may have gone since."""
     recipe = make_recipe(pip=(PipStep(project=tmp_path),))
     with pytest.raises(UsageError, match=r"pyproject\.toml: cannot be read: No such file"):
         pack(recipe)
 
 
-def test_large_code_refused_before_reading(make_recipe: MakeRecipe, code: Path) -> None:
+def test_large_code_refused_before_reading(make_recipe, code):
     with (code / "weights.bin").open("wb") as stream:
         stream.truncate(1_100_000_000)
     recipe = make_recipe(copy=(CopyStep(source=code),), lines={("image", "copy", 0): 7})
@@ -194,7 +192,7 @@ def test_large_code_refused_before_reading(make_recipe: MakeRecipe, code: Path) 
     assert pack(recipe, large=False).code.left_out == ("weights.bin",)
 
 
-def test_progress_ends_with_all_bytes(make_recipe: MakeRecipe, code: Path) -> None:
+def test_progress_ends_with_all_bytes(make_recipe, code):
     reading, sending = Mock(spec=Silent), Mock(spec=Silent)
     (code / "big").write_bytes(bytes(3 << 20))
     packed = pack(make_recipe(copy=(CopyStep(source=code),)), report=reading)
@@ -205,7 +203,7 @@ def test_progress_ends_with_all_bytes(make_recipe: MakeRecipe, code: Path) -> No
     assert sending.advance.call_count == 4  # not one for each of the tar's chunks
 
 
-def test_links_inside_stay_links(pack_code: PackCode, code: Path) -> None:
+def test_links_inside_stay_links(pack_code, code):
     (code / "pkg" / "up").symlink_to("../run.sh")
     (code / "dir").symlink_to("pkg")
     (code / "later").symlink_to("not-there-yet")
@@ -213,7 +211,7 @@ def test_links_inside_stay_links(pack_code: PackCode, code: Path) -> None:
     assert links == {"copy/0/pkg/up": "../run.sh", "copy/0/dir": "pkg", "copy/0/later": "not-there-yet"}
 
 
-def test_names_of_any_bytes_and_length(pack_code: PackCode, code: Path) -> None:
+def test_names_of_any_bytes_and_length(pack_code, code):
     odd = os.fsdecode(b"caf\xe9\n")
     deep = f"{'d' * 120}/{'e' * 120}/f"
     write_files(code, {odd: "", deep: ""})
@@ -223,7 +221,7 @@ def test_names_of_any_bytes_and_length(pack_code: PackCode, code: Path) -> None:
         assert len(stream.read()) == packed.size_bytes
 
 
-def test_large_source_is_streamed(make_recipe: MakeRecipe, tmp_path: Path) -> None:
+def test_large_source_is_streamed(make_recipe, tmp_path):
     """The address space is capped far below the file's size."""
     big = tmp_path / "big"
     with big.open("wb") as stream:
@@ -253,7 +251,7 @@ assert sent == packed.size_bytes > 200 << 20
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_socket_and_fifo_refused(pack_code: PackCode, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_socket_and_fifo_refused(pack_code, code, monkeypatch):
     monkeypatch.chdir(code)
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind("s")
@@ -266,7 +264,7 @@ def test_socket_and_fifo_refused(pack_code: PackCode, code: Path, monkeypatch: p
     assert "f" not in names(pack_code(ignore=("s", "f")))
 
 
-def test_missing_source_names_recipe_line(pack_code: PackCode, tmp_path: Path) -> None:
+def test_missing_source_names_recipe_line(pack_code, tmp_path):
     with pytest.raises(UsageError, match=r"^mine\.yaml:2: .*gone: cannot be read: No such file"):
         pack_code(source=tmp_path / "gone")
 
@@ -288,7 +286,7 @@ def ordinary_user() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ["file", "folder"])
-def test_unreadable_file_refused(pack_code: PackCode, name: str) -> None:
+def test_unreadable_file_refused(pack_code, name):
     # Not below tmp_path, whose parents are closed to an ordinary user.
     with tempfile.TemporaryDirectory() as temporary:
         source = Path(temporary)
@@ -311,7 +309,7 @@ def test_unreadable_file_refused(pack_code: PackCode, name: str) -> None:
         ("#!/bin/ed\n", "changed while they were read"),
     ],
 )
-def test_file_that_changed_is_refused(pack_code: PackCode, code: Path, content: str, message: str) -> None:
+def test_file_that_changed_is_refused(pack_code, code, content, message):
     packed = pack_code()
     (code / "run.sh").write_text(content)
     with packed.open() as stream, pytest.raises(UsageError, match=message):
@@ -330,7 +328,7 @@ def test_file_that_changed_is_refused(pack_code: PackCode, code: Path, content: 
         "-r https://a/b.txt",
     ],
 )
-def test_requirements_naming_files_refused(make_recipe: MakeRecipe, tmp_path: Path, line: str) -> None:
+def test_requirements_naming_files_refused(make_recipe, tmp_path, line):
     file = tmp_path / "r.txt"
     file.write_text(f"numpy\n{line}\n")
     recipe = make_recipe(pip=(PipStep(requirements=file),))
@@ -339,7 +337,7 @@ def test_requirements_naming_files_refused(make_recipe: MakeRecipe, tmp_path: Pa
     assert caught.value.where == f"{file}:2"
 
 
-def test_revision_of_a_repository(tmp_path: Path) -> None:
+def test_revision_of_a_repository(tmp_path):
     assert context.git_revision(tmp_path) == ""
     git(tmp_path, "init", "-q")
     assert context.git_revision(tmp_path) == ""
@@ -383,26 +381,26 @@ def secret_recipe(make_recipe: MakeRecipe, tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-def test_options_name_sources_only(secret_recipe: Recipe, tmp_path: Path) -> None:
+def test_options_name_sources_only(secret_recipe, tmp_path):
     values = secret_values.read_secrets(secret_recipe)
     netrc = f"id=netrc,src={tmp_path}/code/netrc"
     assert values.options == ("--secret", "id=github,env=MY_TOKEN", "--secret", netrc)
     assert VALUE not in repr(values)
 
 
-def test_output_shows_stars(secret_recipe: Recipe) -> None:
+def test_output_shows_stars(secret_recipe):
     values = secret_values.read_secrets(secret_recipe)
     output = f"url https://{VALUE}@x password {VALUE} machine example.org short -----KIND-----"
     assert values.mask(output) == "url https://***@x *** *** short -----KIND-----"
 
 
-def test_file_of_a_secret_stays_out_of_the_context(secret_recipe: Recipe) -> None:
+def test_file_of_a_secret_stays_out_of_the_context(secret_recipe):
     packed = pack(secret_recipe)
     assert "copy/0/netrc" not in {member.name for member in packed.members}
     secret_values.refuse_secrets_in(packed, secret_values.read_secrets(secret_recipe))
 
 
-def test_value_in_copied_code_refused(secret_recipe: Recipe, tmp_path: Path) -> None:
+def test_value_in_copied_code_refused(secret_recipe, tmp_path):
     # Across the border of two blocks of the file.
     (tmp_path / "code" / "settings.py").write_text("x" * ((1 << 20) - 4) + VALUE)
     with pytest.raises(
@@ -412,6 +410,6 @@ def test_value_in_copied_code_refused(secret_recipe: Recipe, tmp_path: Path) -> 
     assert VALUE not in str(caught.value)
 
 
-def test_script_is_there_for_steps_with_secrets(secret_recipe: Recipe, make_recipe: MakeRecipe) -> None:
+def test_script_is_there_for_steps_with_secrets(secret_recipe, make_recipe):
     assert own_file(pack(secret_recipe), "imgkit/with-secrets").startswith(b"#!/bin/sh\n")
     assert "imgkit/with-secrets" not in {member.name for member in pack(make_recipe()).members}

@@ -50,7 +50,7 @@ def cut(path: Path) -> str:
     return sha256
 
 
-def test_same_bytes_from_site_packages(tmp_path: Path) -> None:
+def test_same_bytes_from_site_packages(tmp_path):
     site = tmp_path / "site"
     for package in sources():
         shutil.copytree(package, site / package.name)
@@ -62,7 +62,7 @@ def test_same_bytes_from_site_packages(tmp_path: Path) -> None:
     assert cut(site) == hashlib.sha256(make_wheel()).hexdigest()
 
 
-def test_record_names_every_member() -> None:
+def test_record_names_every_member():
     archive = zipfile.ZipFile(io.BytesIO(make_wheel()))
     names = archive.namelist()
     rows = []
@@ -75,7 +75,7 @@ def test_record_names_every_member() -> None:
     assert list(csv.reader(record.splitlines())) == [*rows, [names[-1], "", ""]]
 
 
-def test_no_times_tests_or_caches() -> None:
+def test_no_times_tests_or_caches():
     archive = zipfile.ZipFile(io.BytesIO(make_wheel()))
     assert {member.date_time for member in archive.infolist()} == {(1980, 1, 1, 0, 0, 0)}
     assert not re.search("__pycache__|/tests/", " ".join(archive.namelist()))
@@ -94,7 +94,7 @@ def install(environment: Path, wheel: Path) -> None:
     subprocess.run([*pip, "--no-index", "--no-deps", "--force-reinstall", wheel], check=True)
 
 
-def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> None:
+def test_pip_installs_running_commands(environment, tmp_path):
     (tmp_path / wheel_name()).write_bytes(make_wheel())
     install(environment, tmp_path / wheel_name())
     for command in COMMANDS:
@@ -116,9 +116,7 @@ def test_pip_installs_running_commands(environment: Path, tmp_path: Path) -> Non
     assert report.stdout.startswith("{")
 
 
-def test_changed_wheel_replaces_its_equal(
-    environment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_changed_wheel_replaces_its_equal(environment, tmp_path, monkeypatch):
     path = tmp_path / wheel_name()
     path.write_bytes(make_wheel())
     install(environment, path)

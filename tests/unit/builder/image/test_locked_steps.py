@@ -44,29 +44,29 @@ def recipe(tmp_path: Path) -> Recipe:
         ),
     ],
 )
-def test_snapshot_service_is_that_of_the_distribution(url: str, snapshot: str) -> None:
+def test_snapshot_service_is_that_of_the_distribution(url, snapshot):
     urls = install.snapshot_urls(dataclasses.replace(DEB, url=url), 1700000000)
     assert urls == (snapshot.format("20231114T221320Z"), snapshot.format("20231115T221320Z"))
 
 
-def test_package_of_a_vendor_has_no_snapshot() -> None:
+def test_package_of_a_vendor_has_no_snapshot():
     url = "https://vendor.example.org/compute/repos/ubuntu2204/x86_64/x.deb"
     assert install.snapshot_urls(dataclasses.replace(DEB, url=url), 1700000000) == ()
 
 
-def test_packages_that_the_recipe_does_not_name_are_automatic(recipe: Recipe) -> None:
+def test_packages_that_the_recipe_does_not_name_are_automatic(recipe):
     first, second = install.render_packages(recipe).splitlines()
     assert first.split()[:4] == ["a" * 64, "jq_1.6_amd64.deb", "manual", "jq:amd64"]
     assert second.split()[:4] == ["a" * 64, "libjq1_1.6_amd64.deb", "auto", "libjq1:amd64"]
 
 
-def test_requirements_keep_the_options_of_the_recipes_file(recipe: Recipe) -> None:
+def test_requirements_keep_the_options_of_the_recipes_file(recipe):
     assert install.render_requirements(recipe, 0) == (
         "--extra-index-url https://index.example.org/simple\n" + f"rich==15.0 --hash=sha256:{WHEEL.sha256}\n"
     )
 
 
-def test_kept_wheels_need_no_index(recipe: Recipe) -> None:
+def test_kept_wheels_need_no_index(recipe):
     assert "--no-index" not in install.locked_pip_options(recipe, 0)
     options = install.locked_pip_options(dataclasses.replace(recipe, kept={WHEEL.file: Path("any")}), 0)
     assert "--no-index" in options

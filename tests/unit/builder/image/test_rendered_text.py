@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,29 +44,29 @@ def kinds(text: str) -> str:
     return " ".join(line.split()[0] for line in instructions(text))
 
 
-def test_layers_ordered_by_change_rate(full_text: str) -> None:
+def test_layers_ordered_by_change_rate(full_text):
     assert kinds(full_text) == "FROM RUN RUN RUN RUN COPY RUN ENV WORKDIR RUN COPY RUN COPY COPY LABEL"
 
 
-def test_only_what_classic_builders_know(full_text: str) -> None:
+def test_only_what_classic_builders_know(full_text):
     assert not re.search(BUILDKIT_ONLY, full_text, re.MULTILINE)
 
 
-def test_every_instruction_below_its_trace(full_text: str) -> None:
+def test_every_instruction_below_its_trace(full_text):
     lines = full_text.splitlines()
     starts = [number for number, line in enumerate(lines) if re.match(r"[A-Z]+ ", line)]
     assert len(starts) == 15
     assert all(render.TRACE.fullmatch(lines[number - 1]) for number in starts)
 
 
-def test_minimal_recipe_has_no_pip_layers(make_recipe: MakeRecipe) -> None:
+def test_minimal_recipe_has_no_pip_layers(make_recipe):
     text = render.render_dockerfile(make_recipe())
     assert "apt-get" not in text
     assert "constraint.txt" not in text
     assert 'ENV PYTHONNOUSERSITE="1"\n' in text
 
 
-def test_hash_seed_changes_no_byte() -> None:
+def test_hash_seed_changes_no_byte():
     code = (
         "from imgkit_builder.image import render; from imgkit_builder.recipe.load import load; "
         "print(render.render_dockerfile(load('mn5-llm')))"
@@ -77,7 +76,7 @@ def test_hash_seed_changes_no_byte() -> None:
     assert first == second
 
 
-def test_origin_names_recipe_line(make_recipe: MakeRecipe) -> None:
+def test_origin_names_recipe_line(make_recipe):
     lines = {("image", "run", 0): 41, ("image", "run", 1): 42}
     lines |= {("image", "apt", number): line for number, line in enumerate((7, 8, 9, 12))}
     recipe = make_recipe(run=("make", "make install"), apt=("a", "b", "c", "d"), lines=lines)
@@ -93,12 +92,12 @@ def test_origin_names_recipe_line(make_recipe: MakeRecipe) -> None:
     assert origin("# mine for linux/amd64") == ""
 
 
-def test_base_override_traced_as_option(make_recipe: MakeRecipe) -> None:
+def test_base_override_traced_as_option(make_recipe):
     text = render.render_dockerfile(make_recipe(), base="imgkit.local/standin:1")
     assert "# --base (instead of example.org/base:1, mine.yaml:3)\nFROM imgkit.local/standin:1\n" in text
 
 
-def test_recipes_own_base_is_no_override(make_recipe: MakeRecipe) -> None:
+def test_recipes_own_base_is_no_override(make_recipe):
     recipe = make_recipe()
     assert render.render_dockerfile(recipe, base="example.org/base:1") == render.render_dockerfile(recipe)
 
@@ -111,7 +110,7 @@ def test_recipes_own_base_is_no_override(make_recipe: MakeRecipe) -> None:
         ("drop", "PIP_CONSTRAINT=/opt/imgkit/base-constraint.txt python3"),
     ],
 )
-def test_constraint_policy_sets_pips_variable(make_recipe: MakeRecipe, policy: Any, prefix: str) -> None:
+def test_constraint_policy_sets_pips_variable(make_recipe, policy, prefix):
     constraints = Constraints(policy=policy, drop=("x",))
     recipe = make_recipe(pip=(PipStep(packages=("numpy",)),), constraints=constraints)
     step = next(line for line in instructions(render.render_dockerfile(recipe)) if line.endswith("numpy"))
@@ -119,7 +118,7 @@ def test_constraint_policy_sets_pips_variable(make_recipe: MakeRecipe, policy: A
     assert "--constraint /opt/imgkit/constraint.txt" in step
 
 
-def test_own_labels_beat_the_recipes(make_recipe: MakeRecipe) -> None:
+def test_own_labels_beat_the_recipes(make_recipe):
     labels = {"imgkit.recipe": "forged", "org.opencontainers.image.version": "7"}
     text = render.render_dockerfile(make_recipe(labels=labels))
     assert "forged" not in text
@@ -127,7 +126,7 @@ def test_own_labels_beat_the_recipes(make_recipe: MakeRecipe) -> None:
 
 
 @pytest.mark.parametrize("command", ["--mount=type=cache make", '["make"]', "cat <<EOF", "echo \\"])
-def test_docker_syntax_in_commands_is_inert(make_recipe: MakeRecipe, command: str) -> None:
+def test_docker_syntax_in_commands_is_inert(make_recipe, command):
     text = render.render_dockerfile(make_recipe(run=(command,)))
     assert any(line.startswith('RUN ["/bin/sh", "-c", ') for line in text.splitlines())
 
@@ -143,18 +142,18 @@ def test_docker_syntax_in_commands_is_inert(make_recipe: MakeRecipe, command: st
         ({"workdir": "/a\0b"}, "image.workdir"),
     ],
 )
-def test_line_end_in_value_refused(make_recipe: MakeRecipe, image: dict[str, object], key: str) -> None:
+def test_line_end_in_value_refused(make_recipe, image, key):
     with pytest.raises(UsageError, match=f"^mine.yaml:2: {re.escape(key)}: a line end"):
         render.render_dockerfile(make_recipe(**image))
 
 
-def test_drop_of_a_pattern_refused(make_recipe: MakeRecipe) -> None:
+def test_drop_of_a_pattern_refused(make_recipe):
     constraints = Constraints(policy="drop", drop=("torch/d;s/.*//e",))
     with pytest.raises(UsageError, match="is not the name of a distribution"):
         render.render_dockerfile(make_recipe(pip=(PipStep(packages=("numpy",)),), constraints=constraints))
 
 
-def test_command_after_copy_stands_behind_it(make_recipe: MakeRecipe) -> None:
+def test_command_after_copy_stands_behind_it(make_recipe):
     late = RunCommand(command="make -C /workspace", after="copy")
     code = CopyStep(source=Path("/recipes/code"))
     lines = {("image", "run", 0): 9, ("image", "run", 1): 10}
@@ -168,7 +167,7 @@ def test_command_after_copy_stands_behind_it(make_recipe: MakeRecipe) -> None:
     assert f"\n# mine.yaml:9\nRUN {late.command}\n" in render.render_dockerfile(recipe)
 
 
-def test_variables_of_a_pip_step_stay_there(make_recipe: MakeRecipe) -> None:
+def test_variables_of_a_pip_step_stay_there(make_recipe):
     steps = (PipStep(packages=("a",), env={"MAX_JOBS": "8", "FLAGS": "-O2 $x"}), PipStep(packages=("b",)))
     first, second = (
         line
@@ -179,7 +178,7 @@ def test_variables_of_a_pip_step_stay_there(make_recipe: MakeRecipe) -> None:
     assert "MAX_JOBS" not in second
 
 
-def test_authorities_come_before_the_network(make_recipe: MakeRecipe) -> None:
+def test_authorities_come_before_the_network(make_recipe):
     recipe = make_recipe(ca=(Path("/recipes/a.crt"), Path("/recipes/b.crt")), apt=("git",))
     assert kinds(render.render_dockerfile(recipe)).startswith("FROM COPY COPY RUN ENV RUN")
     post = render.render_definition(recipe).partition("%post")[2]
@@ -187,7 +186,7 @@ def test_authorities_come_before_the_network(make_recipe: MakeRecipe) -> None:
     assert 0 < certificates < variable < post.index("apt-get")
 
 
-def test_project_is_installed_late_its_needs_early(make_recipe: MakeRecipe) -> None:
+def test_project_is_installed_late_its_needs_early(make_recipe):
     pip_steps = (
         PipStep(project=Path("/recipes/a")),
         PipStep(project=Path("/recipes"), editable="/work space/b/"),
@@ -227,7 +226,7 @@ def with_secrets(make_recipe: MakeRecipe) -> Recipe:
     )
 
 
-def test_step_with_secrets_mounts_only_its_own(make_recipe: MakeRecipe) -> None:
+def test_step_with_secrets_mounts_only_its_own(make_recipe):
     lines = instructions(render.render_dockerfile(with_secrets(make_recipe)))
     pip, run = [line for line in lines if "--mount" in line]
     assert re.findall(r"type=secret,id=(\w+)", pip) == ["github"]
@@ -246,7 +245,7 @@ def section(text: str, name: str) -> list[str]:
     return [line.strip() for line in body.splitlines() if line.strip() and not line.strip().startswith("#")]
 
 
-def test_sections_from_the_same_model(make_recipe: MakeRecipe) -> None:
+def test_sections_from_the_same_model(make_recipe):
     recipe = make_recipe(apt=("git",), env={"A": "1"}, labels={"team": "x"})
     text = render.render_definition(recipe)
     assert "\nBootstrap: docker\n# mine.yaml:3\nFrom: example.org/base:1\n" in text
@@ -255,13 +254,13 @@ def test_sections_from_the_same_model(make_recipe: MakeRecipe) -> None:
     assert section(text, "post")[0] == "set -e"
 
 
-def test_nasty_variables_survive_the_shell(make_recipe: MakeRecipe) -> None:
+def test_nasty_variables_survive_the_shell(make_recipe):
     value = 'it\'s $HOME "q" \\ `id` # x'
     lines = section(render.render_definition(make_recipe(env={"A": value})), "environment")
     assert shlex.split(lines[-1]) == ["export", f"A={value}"]
 
 
-def test_files_are_context_members(make_recipe: MakeRecipe) -> None:
+def test_files_are_context_members(make_recipe):
     recipe = make_recipe(
         pip=(PipStep(requirements=Path("/r.txt")),), copy=(CopyStep(source=Path("/x"), target="/a b/"),)
     )
@@ -271,16 +270,16 @@ def test_files_are_context_members(make_recipe: MakeRecipe) -> None:
     assert "cp -RP -- /opt/imgkit/copy/0/. '/a b'" in section(text, "post")
 
 
-def test_run_steps_keep_to_themselves(make_recipe: MakeRecipe) -> None:
+def test_run_steps_keep_to_themselves(make_recipe):
     post = section(render.render_definition(make_recipe(run=("cd / && exit 0",), workdir="/w")), "post")
     assert "(cd -- /w && sh -c 'cd / && exit 0')" in post
 
 
-def test_braces_of_a_build_argument_stay_in_a_dockerfile(make_recipe: MakeRecipe) -> None:
+def test_braces_of_a_build_argument_stay_in_a_dockerfile(make_recipe):
     assert "echo {{ name }}" in render.render_dockerfile(make_recipe(run=("echo {{ name }}",)))
 
 
-def test_label_with_a_space_in_its_name_is_refused(make_recipe: MakeRecipe) -> None:
+def test_label_with_a_space_in_its_name_is_refused(make_recipe):
     with pytest.raises(UsageError) as caught:
         render.render_definition(make_recipe(labels={"two words": "x"}))
     reason = "white space in its name or around its value cannot appear in a definition file"

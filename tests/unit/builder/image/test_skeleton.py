@@ -58,7 +58,7 @@ def packed(built: BuildContext) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("texts", [SRC, FLAT], ids=["src", "flat"])
-def test_edit_and_commit_leave_the_context_alone(texts: dict[str, str], tmp_path: Path, project: Any) -> None:
+def test_edit_and_commit_leave_the_context_alone(texts, tmp_path, project):
     build = project({"pyproject.toml": SETUPTOOLS + PROJECT, **texts})
     folder = tmp_path / "project"
     git(folder, "init", "-q")
@@ -74,7 +74,7 @@ def test_edit_and_commit_leave_the_context_alone(texts: dict[str, str], tmp_path
     assert (after.sha256, after.manifest.revision) == (before.sha256, "")
 
 
-def test_packages_become_stubs_beside_what_is_named(project: Any) -> None:
+def test_packages_become_stubs_beside_what_is_named(project):
     dynamic = '[tool.setuptools.dynamic]\nversion = {attr = "my_letters.about.__version__"}\n'
     texts = {
         "pyproject.toml": SETUPTOOLS + PROJECT.replace('version = "1"', 'readme = "text/R.md"') + dynamic,
@@ -95,14 +95,14 @@ def test_packages_become_stubs_beside_what_is_named(project: Any) -> None:
     }
 
 
-def test_flit_reads_a_version_from_the_module(project: Any) -> None:
+def test_flit_reads_a_version_from_the_module(project):
     text = FLIT + '[project]\nname = "my-letters"\ndynamic = ["version", "description"]\n'
     source = '"""Letters."""\n__version__ = "1"\n'
     contents = packed(project({"pyproject.toml": text, "my_letters.py": source, "train.py": ""})())
     assert contents == {"pyproject.toml": text, "my_letters.py": source}
 
 
-def test_import_without_the_code_says_what_to_do(project: Any) -> None:
+def test_import_without_the_code_says_what_to_do(project):
     built = project({"pyproject.toml": HATCHLING + PROJECT, **SRC})()
     (stub,) = [member.data for member in built.members if member.name.endswith("src/my_letters/__init__.py")]
     with pytest.raises(ImportError) as caught:
@@ -139,9 +139,7 @@ def test_import_without_the_code_says_what_to_do(project: Any) -> None:
         ),
     ],
 )
-def test_project_that_a_program_builds_is_packed_whole(
-    texts: dict[str, str], reason: str, project: Any, tmp_path: Path, make_recipe: MakeRecipe
-) -> None:
+def test_project_that_a_program_builds_is_packed_whole(texts, reason, project, tmp_path, make_recipe):
     contents = packed(project({"pyproject.toml": SETUPTOOLS + PROJECT, "a/b.py": "B = 1\n", **texts})())
     assert contents["a/b.py"] == "B = 1\n"
     step = PipStep(project=tmp_path / "project", editable="/workspace")
@@ -151,19 +149,19 @@ def test_project_that_a_program_builds_is_packed_whole(
     ]
 
 
-def test_setup_file_without_a_program_is_fine(tmp_path: Path) -> None:
+def test_setup_file_without_a_program_is_fine(tmp_path):
     call = "import setuptools\nif __name__ == '__main__':\n    setuptools.setup(name='x', version='1')\n"
     assert (
         skeleton.unfit_reason(write_files(tmp_path, {"setup.py": call, "pyproject.toml": SETUPTOOLS})) == ""
     )
 
 
-def test_project_outside_of_the_runs_code_is_packed_whole(project: Any) -> None:
+def test_project_outside_of_the_runs_code_is_packed_whole(project):
     contents = packed(project({"pyproject.toml": SETUPTOOLS + PROJECT, **SRC}, editable="/opt/mine")())
     assert contents["src/my_letters/__init__.py"] == "A = 1\n"
 
 
-def test_copied_code_is_in_the_image_all_the_same(project: Any, tmp_path: Path) -> None:
+def test_copied_code_is_in_the_image_all_the_same(project, tmp_path):
     built = project({"pyproject.toml": SETUPTOOLS + PROJECT, **SRC})(
         copy=(CopyStep(source=tmp_path / "project"),)
     )

@@ -67,7 +67,7 @@ def failures(**options: Any) -> list[str]:
     return [name for name, check in checks(**options).items() if check.verdict == "fail"]
 
 
-def test_good_image_passes() -> None:
+def test_good_image_passes():
     results = checks()
     assert passed(tuple(results.values()))
     assert list(results) == ["arch", "python", "torch", "nccl", "pip", "manifest", "system", "dist-env"]
@@ -87,7 +87,7 @@ def test_good_image_passes() -> None:
         ({"files": {**GOOD["files"], str(system.SYSTEM_JSON): "no json"}}, "system"),
     ],
 )
-def test_each_fault_fails_its_check(seen: dict[str, Any], failed: str) -> None:
+def test_each_fault_fails_its_check(seen, failed):
     assert failed in failures(**seen)
 
 
@@ -95,21 +95,21 @@ def test_each_fault_fails_its_check(seen: dict[str, Any], failed: str) -> None:
     ("returncode", "output"),
     [(127, "dist-env: not found"), (0, "no object"), (0, '{"cut": '), (1, '{"schema": 1}')],
 )
-def test_broken_dist_env_fails(returncode: int, output: str) -> None:
+def test_broken_dist_env_fails(returncode, output):
     assert failures(env=finished(output, returncode)) == ["dist-env"]
 
 
-def test_manifest_of_other_build_fails() -> None:
+def test_manifest_of_other_build_fails():
     manifest = dataclasses.replace(MANIFEST, recipe_sha256="9" * 64)
     assert failures(manifest=manifest) == ["manifest"]
 
 
-def test_baked_manifest_is_the_measure_without_one() -> None:
+def test_baked_manifest_is_the_measure_without_one():
     assert failures(manifest=None) == []
     assert failures(manifest=None, torch="1.0") == ["torch"]
 
 
-def test_image_without_torch_is_skipped() -> None:
+def test_image_without_torch_is_skipped():
     bare = dataclasses.replace(MANIFEST, base=BaseImage(name="debian", probe=Probe(python="3.11.2")))
     files = {**GOOD["files"], MANIFEST_JSON: manifests.to_json(bare)}
     results = checks(manifest=bare, torch="", cuda="", nccl="", pip_conflicts=[], files=files)
@@ -117,18 +117,18 @@ def test_image_without_torch_is_skipped() -> None:
     assert passed(tuple(results.values()))
 
 
-def test_lost_torch_is_no_skip() -> None:
+def test_lost_torch_is_no_skip():
     assert failures(torch="", cuda="", nccl="") == ["torch", "nccl"]
 
 
-def test_silent_python_is_one_failure() -> None:
+def test_silent_python_is_one_failure():
     silent = finished("exec /usr/bin/python3: exec format error\n", 1)
     (only,) = smoke.check_image(lambda argv: silent, arch="amd64", manifest=None)
     assert only.verdict == "fail"
     assert "exec format error" in only.found
 
 
-def test_program_tells_about_this_python(tmp_path: Any) -> None:
+def test_program_tells_about_this_python(tmp_path):
     file = tmp_path / "file"
     file.write_text("text")
     _, *argv = inside.probe_argv(str(file), str(tmp_path / "absent"))
@@ -140,5 +140,5 @@ def test_program_tells_about_this_python(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("output", ["", "IMGKIT-SEEN {cut", 'IMGKIT-SEEN {"machine": "x86_64"}'])
-def test_partial_answer_is_none(output: str) -> None:
+def test_partial_answer_is_none(output):
     assert inside.parse_probe(output) is None

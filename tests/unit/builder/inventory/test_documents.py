@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 
 import pytest
 from packageurl import PackageURL
@@ -45,13 +44,13 @@ EMPTY = dataclasses.replace(
 
 
 @pytest.mark.parametrize("inventory", [FULL, EMPTY], ids=["full", "empty"])
-def test_spdx_library_accepts_the_document(inventory: Inventory, tmp_path: Path) -> None:
+def test_spdx_library_accepts_the_document(inventory, tmp_path):
     path = tmp_path / "x.spdx.json"
     path.write_text(spdx.spdx_document(inventory))
     assert validate_full_spdx_document(parse_file(str(path)), "SPDX-2.3") == []
 
 
-def test_only_the_content_decides_the_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_content_decides_the_bytes(monkeypatch):
     first = spdx.spdx_document(FULL)
     monkeypatch.setenv("TZ", "Asia/Tokyo")
     monkeypatch.setenv("USER", "somebody")
@@ -62,7 +61,7 @@ def test_only_the_content_decides_the_bytes(monkeypatch: pytest.MonkeyPatch) -> 
     assert "dpkg/status: too large" in json.loads(first)["comment"]
 
 
-def test_package_urls_are_those_of_the_library() -> None:
+def test_package_urls_are_those_of_the_library():
     deb, wheel = (PackageURL.from_string(package_url(package, FULL)) for package in (CURL, TORCH))
     assert (deb.type, deb.namespace, deb.name, deb.version) == ("deb", "debian", CURL.name, CURL.version)
     assert deb.qualifiers == {"arch": "amd64", "distro": "debian-12"}

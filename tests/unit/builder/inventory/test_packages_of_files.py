@@ -39,7 +39,7 @@ def collected(files: dict[str, str | bytes | None]) -> Inventory:
     return collector.inventory(arch="amd64", created_s=7)
 
 
-def test_only_installed_debian_packages_count() -> None:
+def test_only_installed_debian_packages_count():
     inventory = collected({"var/lib/dpkg/status": STATUS})
     versions = [(package.name, package.version) for package in inventory.packages]
     assert versions == [("adduser", "3.134"), ("curl", "1:7.88.1-10+deb12u8")]
@@ -54,7 +54,7 @@ def test_only_installed_debian_packages_count() -> None:
         f"Package: {'a' * 200}\nVersion: 1\n",
     ],
 )
-def test_impossible_debian_package_refused(entry: str) -> None:
+def test_impossible_debian_package_refused(entry):
     assert list(packages.debian_packages(entry)) == ["entry 1 is not a package"]
 
 
@@ -68,13 +68,13 @@ def test_impossible_debian_package_refused(entry: str) -> None:
         "opt/env/lib/python3.12/site-packages/a-1.dist-info/METADATA",
     ],
 )
-def test_every_form_of_python_package_found(path: str) -> None:
+def test_every_form_of_python_package_found(path):
     (package,) = collected({path: "Name: A.b_c\nVersion: 1!2.0+cpu\n"}).packages
     assert (package.name, package.version) == ("A.b_c", "1!2.0+cpu")
     assert f"/{path}".startswith(f"{package.folder}/")
 
 
-def test_name_of_file_stands_in_for_damaged_metadata() -> None:
+def test_name_of_file_stands_in_for_damaged_metadata():
     files = {f"{WHERE}/a_b-1.5.dist-info/METADATA": b"\xff\xfe\0\0", f"{WHERE}/c-2.dist-info/METADATA": None}
     inventory = collected(files)
     assert [(package.name, package.version) for package in inventory.packages] == [("a_b", "1.5"), ("c", "2")]
@@ -94,7 +94,7 @@ def test_name_of_file_stands_in_for_damaged_metadata() -> None:
     ],
     ids=["vendored", "no name", "distroless"],
 )
-def test_only_installed_packages_with_a_name_count(path: str, text: str, names: list[str]) -> None:
+def test_only_installed_packages_with_a_name_count(path, text, names):
     assert [package.name for package in collected({path: text}).packages] == names
 
 
@@ -105,7 +105,7 @@ def test_only_installed_packages_with_a_name_count(path: str, text: str, names: 
         ("etc/os-release", 'ID="\x1b[31m"\nVERSION_ID=../../12\n', "", ""),  # escapes are not repeated
     ],
 )
-def test_image_says_its_distribution(path: str, text: str, distribution: str, release: str) -> None:
+def test_image_says_its_distribution(path, text, distribution, release):
     inventory = collected({path: text})
     assert (inventory.distribution, inventory.release) == (distribution, release)
 
@@ -126,7 +126,7 @@ LOCK = Lock(
 )
 
 
-def test_locked_files_have_digest_and_place() -> None:
+def test_locked_files_have_digest_and_place():
     inventory = collected(
         {
             "opt/imgkit/lock.toml": lock_file.render_lock(LOCK),
@@ -153,13 +153,13 @@ def test_locked_files_have_digest_and_place() -> None:
         ("https://deb", "file://deb", "url"),
     ],
 )
-def test_damaged_value_of_a_lock_is_not_repeated(part: str, damage: str, field: str) -> None:
+def test_damaged_value_of_a_lock_is_not_repeated(part, damage, field):
     text = lock_file.render_lock(LOCK).replace(part, damage)
     inventory = collected({"opt/imgkit/lock.toml": text, "var/lib/dpkg/status": STATUS})
     assert {getattr(package, field) for package in inventory.packages} == {""}
 
 
-def test_foreign_manifest_is_named_and_left_out() -> None:
+def test_foreign_manifest_is_named_and_left_out():
     inventory = collected({"opt/imgkit/manifest.json": "[" * 100_000})
     assert inventory.left_out == ("/opt/imgkit/manifest.json: not a manifest of imgkit",)
     assert inventory.recipe == inventory.base == ""
@@ -177,5 +177,5 @@ def test_foreign_manifest_is_named_and_left_out() -> None:
         "root/METADATA",
     ],
 )
-def test_other_files_are_not_read(path: str) -> None:
+def test_other_files_are_not_read(path):
     assert not InventoryCollector().is_relevant(path)

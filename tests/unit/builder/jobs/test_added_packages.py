@@ -39,7 +39,7 @@ def script(call: Any, *args: str) -> str:
     return str(json.loads(out)["script"].replace("\\\n", ""))
 
 
-def test_packages_of_the_project_are_one_file_beside_it(call: Any, home: Path) -> None:
+def test_packages_of_the_project_are_one_file_beside_it(call, home):
     file = home / "imgkit.toml"
     file.write_text('recipe = "mn5"\npackages = ["einops", "omegaconf>=2.3"]\n')
     name = added_packages.file_name("mn5.sif", ("einops", "omegaconf>=2.3"))
@@ -49,7 +49,7 @@ def test_packages_of_the_project_are_one_file_beside_it(call: Any, home: Path) -
     assert name not in script(call, "--", "dist-run", "train.py")
 
 
-def test_flag_replaces_the_key(call: Any, home: Path) -> None:
+def test_flag_replaces_the_key(call, home):
     (home / "imgkit.toml").write_text('recipe = "mn5"\npackages = ["einops"]\n')
     status, out, _ = call("run", *SITE, "-v", "--json", "--packages", "/a/x.sqsh", "--", "dist-hello")
     assert status == 0
@@ -60,7 +60,7 @@ def test_flag_replaces_the_key(call: Any, home: Path) -> None:
     assert [(row["value"], row["source"]) for row in rows] == [("/a/x.sqsh", "--packages")]
 
 
-def test_file_for_another_image_is_refused(call: Any, home: Path) -> None:
+def test_file_for_another_image_is_refused(call, home):
     write_packages(home / "x.sif", home / "x+1.sqsh", digest="of another image")
     args = ("--image", "x.sif", "--packages", "x+1.sqsh", "--", "dist-hello")
     status, _, err = call("run", "mn5", *SITE, *args)
@@ -69,7 +69,7 @@ def test_file_for_another_image_is_refused(call: Any, home: Path) -> None:
     assert f"-> imgkit add lib --image {home}/x.sif -o {home}/x+1.sqsh" in err
 
 
-def test_dist_train_refuses_a_model_of_the_packages(call: Any, home: Path) -> None:
+def test_dist_train_refuses_a_model_of_the_packages(call, home):
     write_packages(home / "x.sif", home / "x+1.sqsh")
     job = ("run", "mn5", *SITE, "--image", "x.sif", "--packages", "x+1.sqsh", "--", "dist-train")
     status, _, err = call(*job, "--model", "lib.vision:build")

@@ -59,7 +59,7 @@ def bind(folder: Path, run: entry_points.Runner, recipe: Path | str = "mn5", **o
     return entry_points.bind_entry_points(job, run)
 
 
-def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path: Path) -> None:
+def test_entry_points_are_bound_and_started_by_the_image_s_python(tmp_path):
     bound_job = bind(tmp_path, fake(), env=("A=b",))
     folder = f"{tmp_path}/imgkit-entrypoints/{entry_points.folder_name(bound_job)}"
     argv = runtime_of(bound_job).argv(bound_job, bound_job.command)
@@ -77,7 +77,7 @@ def put(job: Job) -> None:
     Transport().put_entry_points(job, Silent())
 
 
-def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
+def test_folder_holds_the_package_and_the_system(tmp_path):
     bound_job = bind(tmp_path, fake())
     folder = entry_points.mounted_folder(bound_job)
     put(bound_job)
@@ -90,14 +90,14 @@ def test_folder_holds_the_package_and_the_system(tmp_path: Path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
 
 
-def test_any_other_command_runs_in_any_image(tmp_path: Path) -> None:
+def test_any_other_command_runs_in_any_image(tmp_path):
     bound_job = bind(tmp_path, fake(torch=""), command=("sh", "-c", "date"), activate="A=1")
     assert bound_job.container.entry_points is None
     argv = runtime_of(bound_job).argv(bound_job, bound_job.command)
     assert argv[-5:] == ("bash", "A=1", "sh", "-c", "date")
 
 
-def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
+def test_folder_that_another_could_change_is_refused(tmp_path):
     bound_job = bind(tmp_path, fake())
     folder = entry_points.mounted_folder(bound_job)
     folder.parent.mkdir()
@@ -106,19 +106,19 @@ def test_folder_that_another_could_change_is_refused(tmp_path: Path) -> None:
         put(bound_job)
 
 
-def test_image_is_looked_at_once(tmp_path: Path) -> None:
+def test_image_is_looked_at_once(tmp_path):
     bind(tmp_path, fake())
     assert bind(tmp_path, fake("no answer any more")).container.entry_points
     with pytest.raises(UsageError, match="no answer any more"):
         bind(tmp_path, fake("no answer any more", digest="f" * 64))
 
 
-def test_image_that_has_entry_points_is_left_alone(tmp_path: Path) -> None:
+def test_image_that_has_entry_points_is_left_alone(tmp_path):
     has_them = fake(built=True, entry_points="/usr/lib/python3/dist-packages")
     assert bind(tmp_path, has_them).container.entry_points is None
 
 
-def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) -> None:
+def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path):
     bound_job = bind(tmp_path, fake(built=True, entry_points="/opt/x"), python="/opt/x/bin/python")
     assert bound_job.container.entry_points
     assert bound_job.container.entry_points.site == "/opt/x"
@@ -149,19 +149,17 @@ def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path: Path) ->
         (fake(), {"python": "/x", "runtime": "host", "image": ""}, "host binds nothing into an image"),
     ],
 )
-def test_image_that_cannot_run_the_entry_points_is_refused(
-    tmp_path: Path, run: entry_points.Runner, options: dict[str, Any], message: str
-) -> None:
+def test_image_that_cannot_run_the_entry_points_is_refused(tmp_path, run, options, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         bind(tmp_path, run, **options)
 
 
-def test_missing_runtime_names_its_module(tmp_path: Path) -> None:
+def test_missing_runtime_names_its_module(tmp_path):
     with pytest.raises(ToolMissing, match="'module load singularity' fails here: bash: singularity: command"):
         bind(tmp_path, fake("bash: singularity: command not found\n", 127))
 
 
-def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
+def test_encrypted_sif_is_refused(tmp_path):
     path = small_sif.write(tmp_path / "secret.sif", recorded=False)
     data = path.read_bytes()
     plain, encrypted = (kind.to_bytes(4, "little") + (2).to_bytes(4, "little") for kind in (1, 5))
@@ -171,7 +169,7 @@ def test_encrypted_sif_is_refused(tmp_path: Path) -> None:
         entry_points.bind_entry_points(make_job(image=str(path)))
 
 
-def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
+def test_foreign_architecture_is_named_before_a_look(tmp_path):
     path = small_sif.write(tmp_path / "arm.sif", recorded=False, arch="arm64")
     job = make_job(image=str(path), directory=tmp_path)
     prepared = PreparedJob(job=job, script=make_script())
@@ -180,7 +178,7 @@ def test_foreign_architecture_is_named_before_a_look(tmp_path: Path) -> None:
         checks.before_submission(job)
 
 
-def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
+def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path):
     libs = "extends: mn5\nsystem: {runtime: {host_libs: [/far/lib, /none/lib]}}\n"
     probes: list[Sequence[str]] = []
 
@@ -197,13 +195,13 @@ def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path: Path) -> None:
     assert binds == ["/far/lib:/far/lib:ro", "/far/data:/data", str(tmp_path)]
 
 
-def test_sif_of_imgkit_is_not_looked_at(tmp_path: Path) -> None:
+def test_sif_of_imgkit_is_not_looked_at(tmp_path):
     for name, is_recorded in (("own.sif", True), ("b.sif", False)):
         job = make_job(image=str(small_sif.write(tmp_path / name, recorded=is_recorded)))
         assert runtime_of(job).is_foreign(job) is not is_recorded
 
 
-def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None:
+def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path):
     image = tmp_path / "an image"
     image.write_bytes(bytes(200_000))
     digests: list[str] = []
@@ -239,9 +237,7 @@ def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path: Path) -> None
         ("exit 7", "", 7),
     ],
 )
-def test_activation_runs_before_the_command(
-    tmp_path: Path, activate: str, output: str, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activation_runs_before_the_command(tmp_path, activate, output, code, monkeypatch):
     bound_job = bind(tmp_path, fake(), activate=activate)
     argv = runtime_of(bound_job).argv(bound_job, ("sh", "-c", 'echo "$A $1 $2"', "sh", "a", "b"))
     monkeypatch.setenv("WITH_CONDA", "true && export A=2")
@@ -258,7 +254,7 @@ system: {runtime: {kind: docker, command: podman, options: [--gpu]}}
 
 
 @pytest.mark.parametrize("text", ["", "WARN: no network\n"])
-def test_image_of_podman_is_known_by_its_id(tmp_path: Path, text: str) -> None:
+def test_image_of_podman_is_known_by_its_id(tmp_path, text):
     def run(argv: Sequence[str]) -> Finished:
         if argv[1:3] == ("image", "inspect"):
             return Finished(argv=tuple(argv), returncode=0, output=f"{text}sha256:{DIGEST}\n")
@@ -282,7 +278,7 @@ def checked(script: str) -> None:
 
 
 @pytest.mark.parametrize("noise", ["", "print('welcome')", "import sys; sys.stdout.write('no line end')"])
-def test_python_that_prints_at_its_start_is_understood(noise: str) -> None:
+def test_python_that_prints_at_its_start_is_understood(noise):
     argv = inside.python_probe_argv()
     argv[4] = f"{noise}\n{argv[4]}"
     seen = inside.parse_python_probe(subprocess.check_output(argv, text=True))
@@ -293,5 +289,5 @@ def test_python_that_prints_at_its_start_is_understood(noise: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"version": 3}', "[" * 100, "null"])
-def test_answer_in_another_form_is_none(text: str) -> None:
+def test_answer_in_another_form_is_none(text):
     assert inside.parse_python_probe(f"IMGKIT-PYTHON {text}\n") is None

@@ -9,7 +9,6 @@ import subprocess
 import tarfile
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from file_tree import write_files, write_program
@@ -61,7 +60,7 @@ def write(source: code.CodeFolder, target: Path) -> dict[str, tuple[int, int, by
     }
 
 
-def test_same_folder_gives_the_same_files(folder: Path, tmp_path: Path) -> None:
+def test_same_folder_gives_the_same_files(folder, tmp_path):
     first = read(folder)
     data = write(first, tmp_path / "1")
     assert {mode & 0o777 for mode, _, _ in data.values()} == {0o444, 0o555}  # what waits is not edited
@@ -75,7 +74,7 @@ def test_same_folder_gives_the_same_files(folder: Path, tmp_path: Path) -> None:
     assert write(second, tmp_path / "2") == data
 
 
-def test_edit_of_the_same_size_changes_the_time(folder: Path, tmp_path: Path) -> None:
+def test_edit_of_the_same_size_changes_the_time(folder, tmp_path):
     """Python would else take bytecode of the old version for current."""
     _, before_s, before = write(read(folder), tmp_path / "1")["workspace/train.py"]
     (folder / "train.py").write_text("print(2)\n")
@@ -84,7 +83,7 @@ def test_edit_of_the_same_size_changes_the_time(folder: Path, tmp_path: Path) ->
     assert before_s != after_s
 
 
-def test_links_are_stored_and_never_followed(folder: Path, tmp_path: Path) -> None:
+def test_links_are_stored_and_never_followed(folder, tmp_path):
     (folder / "away").symlink_to("/etc/hostname")
     (folder / "gone").symlink_to(".//nowhere")
     (folder / "back").symlink_to("..")
@@ -95,7 +94,7 @@ def test_links_are_stored_and_never_followed(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("with_git", [True, False], ids=["git", "no git"])
-def test_ignored_files_stay_here(folder: Path, with_git: bool) -> None:
+def test_ignored_files_stay_here(folder, with_git):
     ignored = {".gitignore": "*.log", ".dockerignore": "data", "x.log": "", "data/big": ""}
     write_files(folder, {**ignored, "new.py": ""})
     if with_git:
@@ -104,7 +103,7 @@ def test_ignored_files_stay_here(folder: Path, with_git: bool) -> None:
 
 
 @pytest.mark.programs("mksquashfs", "unsquashfs")
-def test_ignored_files_that_the_image_has_are_named(call: Any, folder: Path, tmp_path: Path) -> None:
+def test_ignored_files_that_the_image_has_are_named(call, folder, tmp_path):
     (folder / ".gitignore").write_text("*.so\nweights/\ndata/\n")
     git(folder, "init", "--quiet")
     image, sqsh = tmp_path / "image", tmp_path / "x.sqsh"
@@ -125,7 +124,7 @@ def test_ignored_files_that_the_image_has_are_named(call: Any, folder: Path, tmp
     assert named == [f"imgkit: not sent: {ignored}; if the job reads it: data = {data} in imgkit.toml"]
 
 
-def test_ignored_data_is_named_in_one_line(folder: Path) -> None:
+def test_ignored_data_is_named_in_one_line(folder):
     names = ("data/set/train.bin", "data/set/val.bin", "many/0", "runs/x/w", ".venv/b", "x.sif")
     write_files(folder, {".gitignore": "*.bin\nmany/\nruns/\n.venv/\nsmall", ".venv/pyvenv.cfg": ""})
     write_files(folder, {**dict.fromkeys(names, bytes(1_100_000)), "small": bytes(10)})
@@ -135,12 +134,12 @@ def test_ignored_data_is_named_in_one_line(folder: Path) -> None:
     )
 
 
-def test_folder_of_a_run_is_no_code(folder: Path) -> None:
+def test_folder_of_a_run_is_no_code(folder):
     write_files(folder, {"runs/x-1/workspace/train.py": "", "runs/x-1/code.json": "", "other/code.json": ""})
     assert names(read(folder).tree) == ["a b", "a b/run", "other", "other/code.json", "train.py"]
 
 
-def test_git_itself_says_what_it_ignores(folder: Path) -> None:
+def test_git_itself_says_what_it_ignores(folder):
     git(folder, "init", "--quiet")
     write_files(folder, {".git/info/exclude": "*.tmp", ".gitignore": "kept.log", "x.tmp": "", "kept.log": ""})
     git(folder, "add", "--force", "kept.log")
@@ -151,7 +150,7 @@ def test_git_itself_says_what_it_ignores(folder: Path) -> None:
     assert names(read(folder).tree) == expected
 
 
-def test_program_that_a_folder_names_does_not_run(folder: Path, tmp_path: Path) -> None:
+def test_program_that_a_folder_names_does_not_run(folder, tmp_path):
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
     git(folder, "commit", "--quiet", "-m", "1")
@@ -164,13 +163,13 @@ def test_program_that_a_folder_names_does_not_run(folder: Path, tmp_path: Path) 
     assert ran.exists()  # git alone would have run it
 
 
-def test_folder_that_git_ignores_counts_when_named(folder: Path) -> None:
+def test_folder_that_git_ignores_counts_when_named(folder):
     git(folder, "init", "--quiet")
     (folder / ".gitignore").write_text("a b/\n")
     assert names(read(folder / "a b").tree) == ["run"]
 
 
-def test_record_says_what_is_committed(folder: Path) -> None:
+def test_record_says_what_is_committed(folder):
     assert read(folder).record.git == ""
     git(folder, "init", "--quiet")
     git(folder, "add", ".")
@@ -188,7 +187,7 @@ def test_record_says_what_is_committed(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [".env", "server.pem", "id_rsa", "conf/.env"])
-def test_secret_names_are_refused_until_allowed(folder: Path, name: str) -> None:
+def test_secret_names_are_refused_until_allowed(folder, name):
     (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text("x")
     with pytest.raises(UsageError, match="usually hold secrets") as caught:
@@ -199,7 +198,7 @@ def test_secret_names_are_refused_until_allowed(folder: Path, name: str) -> None
     assert name in names(read(folder, allow=(name,)).tree)
 
 
-def test_folder_that_is_none_is_refused(folder: Path) -> None:
+def test_folder_that_is_none_is_refused(folder):
     (folder / "empty").mkdir()
     for name, message in (
         ("train.py", "not a directory"),
@@ -211,13 +210,13 @@ def test_folder_that_is_none_is_refused(folder: Path) -> None:
         assert name in str(caught.value.where)
 
 
-def test_fifo_in_the_folder_is_refused(folder: Path) -> None:
+def test_fifo_in_the_folder_is_refused(folder):
     os.mkfifo(folder / "pipe")
     with pytest.raises(UsageError, match="only files, folders and links"):
         read(folder)
 
 
-def test_large_code_needs_a_leave(folder: Path) -> None:
+def test_large_code_needs_a_leave(folder):
     with (folder / "data.bin").open("wb") as file:
         file.truncate(code.LARGE_BYTES)
     with pytest.raises(LargeContext, match=r"data\.bin 100\.0 MB") as caught:
@@ -226,7 +225,7 @@ def test_large_code_needs_a_leave(folder: Path) -> None:
     assert read(folder, large=True).tree.size_bytes > code.LARGE_BYTES
 
 
-def test_many_files_need_a_leave(folder: Path) -> None:
+def test_many_files_need_a_leave(folder):
     (folder / "set").mkdir()
     for number in range(code.MANY_FILES - 1):
         (folder / f"set/{number}").touch()
@@ -242,7 +241,7 @@ def test_many_files_need_a_leave(folder: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["print(2)\n", "print(10)\n", "", None], ids=["other", "more", "less", "gone"]
 )
-def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: str | None) -> None:
+def test_change_while_it_is_read_is_refused(folder, tmp_path, text):
     source = read(folder)
     if text is None:
         (folder / "train.py").unlink()
@@ -253,7 +252,7 @@ def test_change_while_it_is_read_is_refused(folder: Path, tmp_path: Path, text: 
     assert not list((tmp_path / "store").iterdir())
 
 
-def test_container_gets_the_copy_of_its_run(folder: Path) -> None:
+def test_container_gets_the_copy_of_its_run(folder):
     job = make_job("cpu", runtime="singularity", code=folder)
     record = CodeRecord(sha256="ab", git="", uncommitted=True)
     argv = runtime_of(job).argv(code.with_code(job, record, Path("/d/code")), ("true",))
@@ -304,9 +303,7 @@ def project(tmp_path: Path) -> Path:
         ("modules/src", MINE, "is only a part of the project my-proj", "the whole folder"),
     ],
 )
-def test_project_that_the_image_has_elsewhere_is_refused(
-    project: Path, sent: str, installed: InstalledProject, message: str, hint: str
-) -> None:
+def test_project_that_the_image_has_elsewhere_is_refused(project, sent, installed, message, hint):
     source, image = read(project / sent), replace(load_target("cpu"), projects=(installed,), positions={})
     if not message:
         code.refuse_shadowed_code(source, image, None)
@@ -316,7 +313,7 @@ def test_project_that_the_image_has_elsewhere_is_refused(
     assert hint in str(caught.value.hint)
 
 
-def test_refused_project_names_the_recipes_line(project: Path) -> None:
+def test_refused_project_names_the_recipes_line(project):
     with pytest.raises(UsageError, match="the project my-proj") as caught:
         code.refuse_shadowed_code(read(project), load_target(project / "mine.yaml"), None)
     assert caught.value.where == "mine.yaml:5"
@@ -333,7 +330,7 @@ DIRECT = '{"dir_info": {"editable": %s}, "url": "file:///workspace%%20a"}'
     ("direct_url", "folder"),
     [(DIRECT % "true", "/workspace a"), (DIRECT % "false", ""), ("{}", ""), ("", ""), ("[", "")],
 )
-def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url: str, folder: str) -> None:
+def test_project_that_any_command_installed_is_found(tmp_path, direct_url, folder):
     info = "usr/lib/python3/dist-packages/My_Proj-1.dist-info"
     files = [(tarfile.TarInfo(f"{info}/METADATA"), b"")]
     if direct_url:
@@ -347,7 +344,7 @@ def test_project_that_any_command_installed_is_found(tmp_path: Path, direct_url:
     assert baked.read_projects(tmp_path / "x.sif", "proj") == ()
 
 
-def test_folder_bound_over_the_code_is_refused(project: Path) -> None:
+def test_folder_bound_over_the_code_is_refused(project):
     for target, fine in (("/workspace", False), ("/workspace/p", False), ("/data", True)):
         recipe = replace(load_target("cpu"), projects=(MINE,))
         job = make_job(recipe, binds=(f"{project}:{target}:ro",), runtime="singularity")

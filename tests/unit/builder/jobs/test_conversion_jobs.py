@@ -6,7 +6,6 @@ import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_schedulers import SLURM_FORGOT
@@ -54,7 +53,7 @@ def last_command(script: str) -> list[str]:
     return shlex.split(script.replace("\\\n", "").splitlines()[-1])
 
 
-def test_archive_names_the_system_of_its_conversion(archive: Path, call: Any) -> None:
+def test_archive_names_the_system_of_its_conversion(archive, call):
     argv = ("sif", archive.name, "--submit", "-A", "a1", "--time", "1h")
     code, script, err = call(*argv, "--dry-run")
     assert (code, err) == (0, "")
@@ -66,7 +65,7 @@ def test_archive_names_the_system_of_its_conversion(archive: Path, call: Any) ->
     assert records.find_record("7").job.name == "mine-sif"
 
 
-def test_submitted_conversion_has_no_run_folder(archive: Path, call: Any, fake_program: FakeProgram) -> None:
+def test_submitted_conversion_has_no_run_folder(archive, call, fake_program):
     job = imgkit.submit_conversion(imgkit.prepare_conversion(archive, REQUEST, Path("x.sif")))
     assert (job.id, job.record.job.shell_line) == ("7", "")
     fake_program("squeue", SLURM_FORGOT)
@@ -75,7 +74,7 @@ def test_submitted_conversion_has_no_run_folder(archive: Path, call: Any, fake_p
     assert json.loads(call("status", "7", "--json")[1])["folder"] is None
 
 
-def test_build_is_submitted_with_its_options(archive: Path) -> None:
+def test_build_is_submitted_with_its_options(archive):
     request = dataclasses.replace(REQUEST, name="nightly")
     build = SifBuildRequest(build_args=("A=1", "B=2"), no_test=True, output=Path("out.sif"))
     job = imgkit.submit_conversion(imgkit.prepare_build("mn5", request, build))
@@ -85,7 +84,7 @@ def test_build_is_submitted_with_its_options(archive: Path) -> None:
     assert last_command(script) == command.split()
 
 
-def test_options_of_a_conversion_reach_the_job(archive: Path) -> None:
+def test_options_of_a_conversion_reach_the_job(archive):
     options = Options(tmpdir=Path("t"), force=True, test=False, unpack_limit_bytes=2_500_000_000)
     prepared = conversion.prepare_conversion(archive, MN5, Path("x"), options, verbose=True)
     assert prepared.job.command[4:] == (
@@ -94,13 +93,13 @@ def test_options_of_a_conversion_reach_the_job(archive: Path) -> None:
     )
 
 
-def test_typed_qos_replaces_that_of_the_system() -> None:
+def test_typed_qos_replaces_that_of_the_system():
     request = imgkit.SubmitRequest(system="mn5", account="a1", time="10m", qos="gp_long")
     script = conversion.prepare_conversion("x.tar", request).script.text
     assert "#SBATCH --account=a1\n#SBATCH --qos=gp_long\n#SBATCH --exclusive\n" in script
 
 
-def test_system_states_queue_and_compression(tmp_path: Path) -> None:
+def test_system_states_queue_and_compression(tmp_path):
     (tmp_path / "mine.yaml").write_text(CLUSTER)
     request = SubmitRequest(system=str(tmp_path / "mine.yaml"))
     prepared = conversion.prepare_conversion("x.tar", request)
@@ -111,7 +110,7 @@ def test_system_states_queue_and_compression(tmp_path: Path) -> None:
     assert (Path(sqsh.job.container.image).name, sqsh.job.warnings) == ("x.sqsh", ())
 
 
-def test_missing_base_is_refused_before_the_queue(archive: Path) -> None:
+def test_missing_base_is_refused_before_the_queue(archive):
     prepared = imgkit.prepare_build("mn5", REQUEST, SifBuildRequest(base_from="none.tar"))
     with pytest.raises(UsageError) as caught:
         imgkit.submit_conversion(prepared)

@@ -38,7 +38,7 @@ def read(folder: Path, *data: str) -> list[str]:
     ]
 
 
-def test_local_folder_is_mounted_from_where_it_lies(call: Any, project: Path) -> None:
+def test_local_folder_is_mounted_from_where_it_lies(call, project):
     (project / "imgkit.toml").write_text('recipe = "mn5"\n\ndata = ["data/x", "/gpfs/y:/data"]\n')
     status, out, err = call("run", *SITE, "-v", "--json", "--", "dist-hello")
     assert status == 0, err
@@ -50,7 +50,7 @@ def test_local_folder_is_mounted_from_where_it_lies(call: Any, project: Path) ->
     assert [(row["value"], row["line"]) for row in rows] == [("data/x", 3), ("/gpfs/y:/data", 3)]
 
 
-def test_code_has_an_empty_folder_in_place_of_the_data(project: Path) -> None:
+def test_code_has_an_empty_folder_in_place_of_the_data(project):
     assert read(project, "data/x", "/gpfs/y:/workspace/big/y", "/gpfs/z:/z") == [
         *("data", "data/prepare.py", "train.py", "data/x", "big", "big/y")
     ]
@@ -66,7 +66,7 @@ def dry_run(call: Any, project: Path, recipe: str, *options: str) -> str:
     return re.sub(r"\\\n *", "", out)
 
 
-def test_model_of_the_hub_is_mounted_into_a_cache(call: Any, project: Path, monkeypatch: Any) -> None:
+def test_model_of_the_hub_is_mounted_into_a_cache(call, project, monkeypatch):
     monkeypatch.setenv("HF_HOME", f"{project}/mine")
     text = dry_run(call, project, "mn5", "--env", "HF_HUB_OFFLINE=0")
     assert f"{project}/mine/imgkit/models--me--tiny/v1:/workspace/hf/hub/models--me--tiny:ro" in text
@@ -74,13 +74,13 @@ def test_model_of_the_hub_is_mounted_into_a_cache(call: Any, project: Path, monk
     assert "HF_HOME=/workspace/hf HF_HUB_CACHE=/workspace/hf/hub HF_HUB_OFFLINE=0" in text
 
 
-def test_program_without_a_container_finds_the_hub_in_its_copy(call: Any, project: Path) -> None:
+def test_program_without_a_container_finds_the_hub_in_its_copy(call, project):
     text = dry_run(call, project, "mn5", "--runtime", "host")
     assert 'export HF_HUB_CACHE="$IMGKIT_RUN_DIR/workspace/hf/hub"\nexport HF_HUB_OFFLINE=1\n' in text
     assert "hf/data/letters" in text
 
 
-def test_code_has_the_places_of_the_hub_and_no_lock(project: Path) -> None:
+def test_code_has_the_places_of_the_hub_and_no_lock(project):
     (project / "hf.lock").write_text(f"hf://me/tiny {'0' * 40}\n")
     request = JobRequest.of(code=project, data=("hf://me/tiny", "hf://datasets/me/letters"))
     tree = code.read_code_folder(request, large=False, report=Silent()).tree
@@ -92,7 +92,7 @@ def test_code_has_the_places_of_the_hub_and_no_lock(project: Path) -> None:
     assert tree.files["hf/hub/datasets--me--letters"].link == "../data/me/letters/.hub"
 
 
-def test_path_of_the_cluster_that_is_missing_is_named(call: Any, project: Path, fake_program: Any) -> None:
+def test_path_of_the_cluster_that_is_missing_is_named(call, project, fake_program):
     fake_program("sbatch", "exit 1")
     (project / "mn5.sif").touch()
     (project / "imgkit.toml").write_text('recipe = "mn5"\ndata = ["/no/such:/data"]\n')
@@ -108,7 +108,7 @@ def prepare(project: Path, recipe: str, *command: str, **options: str) -> Prepar
     return submit.prepare(recipe, request, code.read_code_folder(request, large=False, report=Silent()))
 
 
-def test_sizes_of_a_scaling_share_one_list_of_the_data(project: Path) -> None:
+def test_sizes_of_a_scaling_share_one_list_of_the_data(project):
     request = JobRequest.of(command=("true",), data=("data/x",), account="a", qos="acc_debug", time="5m")
     jobs = scaling.plan_scaling(
         "mn5", request, (1, 2), remote=Remote(name="far", address="far", folder="/far")
@@ -117,14 +117,14 @@ def test_sizes_of_a_scaling_share_one_list_of_the_data(project: Path) -> None:
     assert first is second
 
 
-def test_program_without_a_container_reads_the_data_by_a_link(project: Path) -> None:
+def test_program_without_a_container_reads_the_data_by_a_link(project):
     ready = submit.make_ready(prepare(project, "cpu", "cat", "data/x/train"), Transport(), Silent())
     printed = subprocess.run(ready.script.submit, check=True, capture_output=True, text=True).stdout
     assert printed == "1\n"
     assert Path(ready.job.workspace, "data/x").readlink() == project / "data/x"
 
 
-def test_script_links_the_data_into_the_copy_of_the_code(project: Path, tmp_path: Path) -> None:
+def test_script_links_the_data_into_the_copy_of_the_code(project, tmp_path):
     prepared = prepare(project, "mn5", "true", account="a", qos="acc_debug", time="5m")
     assert prepared.code is not None
     prepared.code.tree.write(Path(prepared.job.container.code_folder))

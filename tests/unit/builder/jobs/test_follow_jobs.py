@@ -33,7 +33,7 @@ def program(fake_program: FakeProgram) -> FakeProgram:
     return fake_program
 
 
-def test_ended_job_is_shown_by_the_accounting(call: Any, program: FakeProgram) -> None:
+def test_ended_job_is_shown_by_the_accounting(call, program):
     keep_job()
     program("squeue", SLURM_FORGOT)
     program("sacct", "echo 'JobID State'; echo '1     TIMEOUT  0:0'")
@@ -45,7 +45,7 @@ def test_ended_job_is_shown_by_the_accounting(call: Any, program: FakeProgram) -
     assert records.find_record("1").state == "failed"
 
 
-def test_forgotten_job_is_shown_by_its_run_folder(call: Any, program: FakeProgram) -> None:
+def test_forgotten_job_is_shown_by_its_run_folder(call, program):
     keep_job()
     for name in ("squeue", "scontrol"):
         program(name, SLURM_FORGOT)
@@ -63,9 +63,7 @@ def test_forgotten_job_is_shown_by_its_run_folder(call: Any, program: FakeProgra
         ("failed", "ended with its state saved (exit code 85), by its run folder"),
     ],
 )
-def test_forgotten_job_that_was_cancelled_has_not_failed(
-    call: Any, state: str, text: str, program: FakeProgram
-) -> None:
+def test_forgotten_job_that_was_cancelled_has_not_failed(call, state, text, program):
     keep_job()
     write_files(RUN_FOLDER, {"result": "1 85"})
     program("scancel", "exit 0")
@@ -77,7 +75,7 @@ def test_forgotten_job_that_was_cancelled_has_not_failed(
     assert json.loads(call("runs", "--json")[1])["runs"][0]["state"] == state
 
 
-def test_job_that_could_not_be_cancelled_has_failed(call: Any, program: FakeProgram) -> None:
+def test_job_that_could_not_be_cancelled_has_failed(call, program):
     keep_job(id="1.s", system="pbs")
     program("qdel", "echo Job has finished >&2; exit 35")
     assert call("cancel", "1.s")[0] == 35
@@ -85,7 +83,7 @@ def test_job_that_could_not_be_cancelled_has_failed(call: Any, program: FakeProg
     assert "1.s failed with exit code 3; run folder" in call("status", "1.s")[1]
 
 
-def test_api_tells_a_cancelled_job_by_its_handle(program: FakeProgram) -> None:
+def test_api_tells_a_cancelled_job_by_its_handle(program):
     keep_job(id="1.s", system="pbs")
     program("qdel", "exit 0")
     handle = find_job("1.s")
@@ -95,9 +93,7 @@ def test_api_tells_a_cancelled_job_by_its_handle(program: FakeProgram) -> None:
 
 
 @pytest.mark.parametrize(("number", "state"), [(0, "completed"), (-29, "failed with exit code -29")])
-def test_ended_job_of_pbs_is_shown_by_its_history(
-    call: Any, program: FakeProgram, number: int, state: str
-) -> None:
+def test_ended_job_of_pbs_is_shown_by_its_history(call, program, number, state):
     keep_job(id="1.s", system="pbs")
     program("qstat", pbs_ended(number))
     code, out, _ = call("status", "1.s")
@@ -107,7 +103,7 @@ def test_ended_job_of_pbs_is_shown_by_its_history(
     assert f"1.s {state}; run folder" in out
 
 
-def test_status_shows_how_much_the_gpus_are_used(call: Any, program: FakeProgram) -> None:
+def test_status_shows_how_much_the_gpus_are_used(call, program):
     keep_job()
     program("squeue", RUNNING)
     assert "GPUs" not in call("status", "1")[1]
@@ -119,7 +115,7 @@ def test_status_shows_how_much_the_gpus_are_used(call: Any, program: FakeProgram
     assert json.loads(call("status", "1", "--json")[1])["gpu_use"] == use
 
 
-def test_status_lists_the_jobs_that_have_not_ended(call: Any, program: FakeProgram) -> None:
+def test_status_lists_the_jobs_that_have_not_ended(call, program):
     keep_job(1)
     keep_job(2, state="succeeded")
     keep_job(3, system="pbs", id="3.s")
@@ -140,7 +136,7 @@ def test_status_lists_the_jobs_that_have_not_ended(call: Any, program: FakeProgr
     assert ([row["id"] for row in answer["jobs"]], answer["complete"]) == (["4@far", "1"], False)
 
 
-def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call: Any) -> None:
+def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call):
     now = {"submitted": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     keep_job(1, system="runai", id="old")
     keep_job(2, answer="Thank you", id="unknown-1")
@@ -150,12 +146,12 @@ def test_jobs_that_nobody_can_ask_about_are_listed_for_a_week(call: Any) -> None
     assert {row["id"]: row["state"] for row in rows} == {"new": "submitted", "unknown-2": "unknown"}
 
 
-def test_no_open_job_is_an_answer(call: Any) -> None:
+def test_no_open_job_is_an_answer(call):
     keep_job(2, state="succeeded")
     assert call("status")[:2] == (0, "no job waits or runs; imgkit runs lists those that have ended\n")
 
 
-def test_logs_without_an_id_are_those_of_the_last_job(call: Any) -> None:
+def test_logs_without_an_id_are_those_of_the_last_job(call):
     assert "no job was submitted from here" in call("logs")[2]
     keep_job(1)
     keep_job(2, id="2.s", system="pbs")
@@ -165,7 +161,7 @@ def test_logs_without_an_id_are_those_of_the_last_job(call: Any) -> None:
     assert "imgkit: job 2.s, the last one" in err
 
 
-def test_fetch_without_an_id_is_that_of_the_last_job(call: Any) -> None:
+def test_fetch_without_an_id_is_that_of_the_last_job(call):
     keep_job(1)
     code, _, err = call("fetch")
     assert code == 2
@@ -173,14 +169,14 @@ def test_fetch_without_an_id_is_that_of_the_last_job(call: Any) -> None:
     assert "the job 1 ran here" in err
 
 
-def test_logs_of_an_ended_job_end(call: Any, program: FakeProgram) -> None:
+def test_logs_of_an_ended_job_end(call, program):
     keep_job(1)
     program("squeue", SLURM_FORGOT)
     Path("mn5-1.out").write_text("all\n")
     assert call("logs", "1")[0] == 0
 
 
-def test_task_of_an_array_is_found_by_its_id(call: Any) -> None:
+def test_task_of_an_array_is_found_by_its_id(call):
     keep_job(1, array=True)
     keep_job(2, id="2[].s", system="pbs", array=True)
     keep_job(3, array=True, remote="far")
@@ -195,7 +191,7 @@ def test_task_of_an_array_is_found_by_its_id(call: Any) -> None:
     assert "mn5.o2.4" in call("logs", "2[4]", "--json")[1]
 
 
-def test_shell_in_a_job_has_its_container(call: Any, program: FakeProgram) -> None:
+def test_shell_in_a_job_has_its_container(call, program):
     Path("mn5.sif").mkdir()  # a sandbox: imgkit does not look inside
     program("sbatch", "cat > script; echo 7")
     request = JobRequest.of(command=("dist-hello",), account="a", qos="acc_debug", time="10m", env=("A=b c",))
@@ -212,7 +208,7 @@ def test_shell_in_a_job_has_its_container(call: Any, program: FakeProgram) -> No
 
 
 @pytest.mark.parametrize("options", [(), ("-v",)])
-def test_shell_in_a_job_shows_its_command_on_request(program: FakeProgram, options: tuple[str, ...]) -> None:
+def test_shell_in_a_job_shows_its_command_on_request(program, options):
     keep_job(7, shell_line="exec singularity shell a.sif")
     program("squeue", "echo '7  p RUNNING,'")
     program("srun", "echo inside; exit 5")
@@ -224,7 +220,7 @@ def test_shell_in_a_job_shows_its_command_on_request(program: FakeProgram, optio
     assert [row.startswith("imgkit: srun --jobid=7 ") for row in command] == [True] * len(options)
 
 
-def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
+def test_shell_in_a_pod_is_in_the_job_s_container():
     def shell_command(node: str = "", **fields: Any) -> str:
         queued = queued_job(name="a", **fields)
         return " ".join(systems.get_system(queued.system).shell_command(queued, "", node).argv)
@@ -248,9 +244,7 @@ def test_shell_in_a_pod_is_in_the_job_s_container() -> None:
         ("6", "no shell opens in 6: imgkit starts a second container in a job only by"),
     ],
 )
-def test_shell_that_cannot_be_opened_says_why(
-    call: Any, program: FakeProgram, job_id: str, message: str
-) -> None:
+def test_shell_that_cannot_be_opened_says_why(call, program, job_id, message):
     keep_job(2, id="2.s", system="pbs", shell_line="exec singularity shell a.sif")
     keep_job(3, array=True)
     keep_job(4)
@@ -279,9 +273,7 @@ def polls_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("polls_at_once")
-def test_wait_ends_with_the_job(
-    call: Any, history: str, code: int, data: dict[str, object], program: FakeProgram
-) -> None:
+def test_wait_ends_with_the_job(call, history, code, data, program):
     keep_job()
     running = f"{RUNNING}; mv asked asked-twice 2> /dev/null || touch asked"
     program("squeue", f"[ -e asked-twice ] && {{ {SLURM_FORGOT}; }}; {running}")
@@ -299,7 +291,7 @@ HOSTILE = r"printf '1  gpu PENDING, 1 nodes, elapsed 0:00, start N/A  (\033[2Jok
 
 @pytest.mark.parametrize("verb", ["wait", "logs"])
 @pytest.mark.usefixtures("polls_at_once")
-def test_following_says_what_is_waited_for(call: Any, program: FakeProgram, verb: str) -> None:
+def test_following_says_what_is_waited_for(call, program, verb):
     keep_job()
     answers = (WAITS, WAITS, HOSTILE, STUCK, RUNNING, SLURM_FORGOT)
     cases = "".join(f"{number}) {answer} ;; " for number, answer in enumerate(answers, 1))
@@ -317,7 +309,7 @@ def test_following_says_what_is_waited_for(call: Any, program: FakeProgram, verb
     ]
 
 
-def test_status_says_why_a_job_waits(call: Any, program: FakeProgram) -> None:
+def test_status_says_why_a_job_waits(call, program):
     keep_job()
     program("squeue", WAITS)
     assert call("status", "1")[1].endswith("\nwaiting: Priority; expected start 2026-11-28T22:40\n")
@@ -330,7 +322,7 @@ def test_status_says_why_a_job_waits(call: Any, program: FakeProgram) -> None:
 
 
 @pytest.mark.parametrize("system", ["slurm", "runai"])
-def test_cancelled_job_is_listed_as_cancelled_at_once(call: Any, program: FakeProgram, system: str) -> None:
+def test_cancelled_job_is_listed_as_cancelled_at_once(call, program, system):
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     keep_job(system=system, queue="p", state="running" if system == "slurm" else "", submitted=now)
     for name in ("scancel", "runai"):
@@ -343,7 +335,7 @@ def test_cancelled_job_is_listed_as_cancelled_at_once(call: Any, program: FakePr
     assert listed == (["running"] if system == "slurm" else [])
 
 
-def test_wait_gives_up_with_another_exit_code(call: Any, program: FakeProgram) -> None:
+def test_wait_gives_up_with_another_exit_code(call, program):
     keep_job()
     program("squeue", WAITS)
     code, out, err = call("wait", "1", "--timeout", "1s", "--json")
@@ -351,7 +343,7 @@ def test_wait_gives_up_with_another_exit_code(call: Any, program: FakeProgram) -
     assert json.loads(out)["error"]["exit_code"] == 4  # one object, as of any other error
 
 
-def test_job_of_which_nobody_can_see_the_end_is_not_waited_for(call: Any, program: FakeProgram) -> None:
+def test_job_of_which_nobody_can_see_the_end_is_not_waited_for(call, program):
     keep_job(1, system="runai")
     keep_job(2)
     program("squeue", "echo 'slurm_load_jobs error: Unable to contact slurm controller' >&2; exit 1")

@@ -58,7 +58,7 @@ def submitted(call: Any, system: str, answer: bytes, *args: str) -> tuple[object
         ("runai", b"\xff rubbish\n", ("rcp", "")),  # the job's name is its id
     ],
 )
-def test_id_in_the_answer_is_kept(call: Any, system: str, answer: bytes, expected: tuple[str, str]) -> None:
+def test_id_in_the_answer_is_kept(call, system, answer, expected):
     code, out, err = submitted(call, system, answer)
     assert (code, out) == (0, f"{expected[0]}\n"), err
     record = records.find_record(expected[0])
@@ -84,7 +84,7 @@ ODD = (
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs", "kubeflow"])
-def test_answer_without_an_id_loses_no_job(call: Any, system: str, tmp_path: Path) -> None:
+def test_answer_without_an_id_loses_no_job(call, system, tmp_path):
     for number, answer in enumerate(ODD if system == "slurm" else ODD[:7], 1):
         code, out, err = submitted(call, system, answer)
         assert (code, out) == (4, ""), (answer[:40], err)
@@ -95,7 +95,7 @@ def test_answer_without_an_id_loses_no_job(call: Any, system: str, tmp_path: Pat
     assert not list(tmp_path.rglob("x.json"))
 
 
-def test_job_without_an_id_is_listed_and_nothing_is_done_with_it(call: Any) -> None:
+def test_job_without_an_id_is_listed_and_nothing_is_done_with_it(call):
     code, _, err = submitted(call, "slurm", b"4711\nThank you\n")
     assert "slurm printed '4711\\nThank you'" in err
     assert "squeue --me shows the job mn5 with its id" in err
@@ -110,7 +110,7 @@ def test_job_without_an_id_is_listed_and_nothing_is_done_with_it(call: Any) -> N
     assert not Path("calls").exists()  # no scheduler was asked
 
 
-def test_error_of_a_job_without_an_id_is_json(call: Any) -> None:
+def test_error_of_a_job_without_an_id_is_json(call):
     code, out, _ = submitted(call, "slurm", b"", "--json")
     assert code == 4
     assert "slurm printed nothing" in json.loads(out)["error"]["what"]
@@ -119,7 +119,7 @@ def test_error_of_a_job_without_an_id_is_json(call: Any) -> None:
 @pytest.mark.parametrize(
     "job_id", ["../x", "x/y", "-x", "a" * 300, "7@../x", "7@", "", "*", "7\x00", "7\n", "7;x", "a..b"]
 )
-def test_text_that_is_no_id_has_no_record(call: Any, job_id: str) -> None:
+def test_text_that_is_no_id_has_no_record(call, job_id):
     assert not quoting.is_job_id(job_id)
     code, _, err = call("status", "--", job_id) if job_id else call("cancel", "")
     assert code == 2
@@ -137,7 +137,7 @@ def test_text_that_is_no_id_has_no_record(call: Any, job_id: str) -> None:
         {"answer": 5},
     ],
 )
-def test_record_with_odd_values_is_refused(call: Any, change: dict[str, object]) -> None:
+def test_record_with_odd_values_is_refused(call, change):
     submitted(call, "slurm", b"4711\n")
     file = Path("state/imgkit/jobs/4711.json")
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -157,14 +157,14 @@ def test_record_with_odd_values_is_refused(call: Any, change: dict[str, object])
         ("--mail-user=1@mn5", "--mail-user=1@mn5"),
     ],
 )
-def test_ids_of_the_remote_become_those_of_its_scheduler(option: str, result: str) -> None:
+def test_ids_of_the_remote_become_those_of_its_scheduler(option, result):
     assert with_scheduler_ids((option, "--nice"), "mn5") == (result, "--nice")
 
 
 @pytest.mark.parametrize(
     ("remote", "destination"), [("olivia", "olivia"), ("", "the scheduler of this machine")]
 )
-def test_id_of_another_remote_is_refused(remote: str, destination: str) -> None:
+def test_id_of_another_remote_is_refused(remote, destination):
     with pytest.raises(UsageError) as caught:
         with_scheduler_ids(("--dependency=afterok:4711@mn5",), remote)
     assert str(caught.value) == (

@@ -29,7 +29,7 @@ def ready(folder: Path, recipe: str = "cpu", **options: object) -> PreparedJob:
     return submit.make_ready(prepared, Transport(), Silent())
 
 
-def test_docker_mounts_a_writable_copy(folder: Path) -> None:
+def test_docker_mounts_a_writable_copy(folder):
     job = ready(folder, runtime="docker")
     run_folder = Path(job.job.run_folder)
     assert run_folder.parent == folder / "runs"
@@ -44,7 +44,7 @@ def test_docker_mounts_a_writable_copy(folder: Path) -> None:
     assert not (folder / ".imgkit-code").exists()
 
 
-def test_next_run_does_not_send_earlier_runs(folder: Path) -> None:
+def test_next_run_does_not_send_earlier_runs(folder):
     first, second = ready(folder, runtime="docker"), ready(folder, runtime="docker")
     assert first.job.run_folder != second.job.run_folder
     assert first.code
@@ -52,7 +52,7 @@ def test_next_run_does_not_send_earlier_runs(folder: Path) -> None:
     assert second.code.record.sha256 == first.code.record.sha256
 
 
-def test_variable_of_the_user_counts(folder: Path) -> None:
+def test_variable_of_the_user_counts(folder):
     argv = ready(folder, runtime="docker", env=("PYTHONDONTWRITEBYTECODE=",)).script.submit
     assert [word for word in argv if word.startswith("PYTHONDONT")] == ["PYTHONDONTWRITEBYTECODE="]
 
@@ -61,7 +61,7 @@ def test_variable_of_the_user_counts(folder: Path) -> None:
     ("recipe", "options"),
     [("cpu", {}), ("lambda", {"gpus": 0, "system_flags": (MpiFlags(mpi_start="ranks"),)})],
 )
-def test_host_starts_in_the_copy(folder: Path, recipe: str, options: dict[str, object]) -> None:
+def test_host_starts_in_the_copy(folder, recipe, options):
     command = ("sh", "-c", 'pwd; echo "$IMGKIT_JOB_DIR"; cat "a b/c"; echo 1 > out')
     job = ready(folder, recipe, runtime="host", command=command, **options)
     argv = job.script.submit
@@ -77,7 +77,7 @@ def test_host_starts_in_the_copy(folder: Path, recipe: str, options: dict[str, o
 @pytest.mark.parametrize(
     ("runtime", "hint"), [("host", ""), ("singularity", ", or the image the code (image.copy)")]
 )
-def test_machine_without_the_copy_is_named(folder: Path, runtime: str, hint: str) -> None:
+def test_machine_without_the_copy_is_named(folder, runtime, hint):
     image = folder / "x.sif"
     image.touch()
     job = ready(folder, runtime=runtime, command=("true",), **({"image": "x.sif"} if hint else {}))

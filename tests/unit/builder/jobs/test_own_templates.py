@@ -32,9 +32,7 @@ def job(tmp_path: Path) -> Job:
         "{{ job.allocation.nodes + 'x' }}",
     ],
 )
-def test_templates_run_no_program_and_write_no_file(
-    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
-) -> None:
+def test_templates_run_no_program_and_write_no_file(job, tmp_path, monkeypatch, text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.sh.j2").write_text(text)
     with pytest.raises(UsageError):
@@ -42,7 +40,7 @@ def test_templates_run_no_program_and_write_no_file(
     assert [path.name for path in tmp_path.iterdir()] == ["mine.sh.j2"]
 
 
-def test_templates_use_values_filters_and_macros(job: Job, tmp_path: Path) -> None:
+def test_templates_use_values_filters_and_macros(job, tmp_path):
     (tmp_path / "mine.sh.j2").write_text(
         "{% macro twice(word) %}{{ word }}{{ word }}{% endmacro %}"
         "{{ twice(job.allocation.nodes) }} {{ range(2) | list }} {{ 'a,b'.split(',') | join('-') }} "

@@ -74,7 +74,7 @@ def pod_argv(called: Path) -> list[str]:
     return words[words.index("--") + 1 :]
 
 
-def test_pods_start_in_one_copy_of_the_code(call: Any, volume: Path, first_runai: Path) -> None:
+def test_pods_start_in_one_copy_of_the_code(call, volume, first_runai):
     run_folder = submit(call)
     argv = pod_argv(first_runai)
     assert argv == ["bash", f"{run_folder}/start.sh", "sh", "train.sh"]
@@ -93,7 +93,7 @@ def test_pods_start_in_one_copy_of_the_code(call: Any, volume: Path, first_runai
     assert stored.read_text() == "text\n"
 
 
-def test_edit_reaches_the_next_run_alone(call: Any, volume: Path, first_runai: Path) -> None:
+def test_edit_reaches_the_next_run_alone(call, volume, first_runai):
     first = submit(call)
     argv = pod_argv(first_runai)
     Path("train.sh").write_text("echo edited > place\n")
@@ -104,7 +104,7 @@ def test_edit_reaches_the_next_run_alone(call: Any, volume: Path, first_runai: P
     assert (first / "workspace/place").read_text() == f"{first}/workspace\n"
 
 
-def test_files_of_the_run_are_fetched(call: Any, volume: Path, first_runai: Path) -> None:
+def test_files_of_the_run_are_fetched(call, volume, first_runai):
     run_folder = submit(call)
     (run_folder / "metrics.jsonl").write_text("{}\n")
     assert call("fetch", "mlo")[0] in (0, None)
@@ -114,7 +114,7 @@ def test_files_of_the_run_are_fetched(call: Any, volume: Path, first_runai: Path
     assert json.loads(call("runs", "--json")[1])["runs"][0]["remote"] == "mlo"
 
 
-def test_resumed_pods_go_on_in_the_run_folder(call: Any, volume: Path, first_runai: Path) -> None:
+def test_resumed_pods_go_on_in_the_run_folder(call, volume, first_runai):
     run_folder = submit(call)
     pod = start_pod(pod_argv(first_runai), run_folder)
     assert pod.wait(timeout=60) == 0
@@ -139,9 +139,7 @@ def test_resumed_pods_go_on_in_the_run_folder(call: Any, volume: Path, first_run
     assert records.find_record("mlo").job.run_folder == run_folder
 
 
-def test_pods_of_a_deleted_job_go_on_with_the_code_of_the_run(
-    call: Any, volume: Path, first_runai: Path
-) -> None:
+def test_pods_of_a_deleted_job_go_on_with_the_code_of_the_run(call, volume, first_runai):
     run_folder = submit(call)
     argv = pod_argv(first_runai)
     Path("train.sh").write_text("exit 3\n")
@@ -156,14 +154,14 @@ def test_pods_of_a_deleted_job_go_on_with_the_code_of_the_run(
     assert (run_folder / "workspace/train.sh").read_text() != Path("train.sh").read_text()
 
 
-def test_code_and_data_of_a_run_are_in_use(call: Any, volume: Path, first_runai: Path) -> None:
+def test_code_and_data_of_a_run_are_in_use(call, volume, first_runai):
     submit(call)
     for folder in (*volume.glob("homes/me/code/*"), *volume.glob("homes/me/data/*")):
         os.utime(folder, (0, 0))
     assert "nothing is unused; 2 in use" in call("remote", "gc", "mlo", "--days", "1")[1]
 
 
-def test_manifest_has_the_ids_of_the_user(call: Any, volume: Path, fake_program: FakeProgram) -> None:
+def test_manifest_has_the_ids_of_the_user(call, volume, fake_program):
     name = "pytorchjob.kubeflow.org/mlo"
     kubectl = fake_program("kubectl", f'cat > "$(dirname "$0")/manifest"; echo {name} created')
     call(*RUN, "--detach", "--format", "pytorchjob", *COMMAND)
@@ -181,7 +179,7 @@ MLO = Remote(name="mlo", address="me@far", pvc="mlo-scratch:/mloscratch")
     ("home", "volume_root", "path"),
     [("/mnt/mlo/homes/me", "/mnt/mlo", "/mloscratch/homes/me"), ("/mnt/a b", "/mnt/a b", "/mloscratch")],
 )
-def test_path_on_the_remote_becomes_that_in_pods(home: str, volume_root: str, path: str) -> None:
+def test_path_on_the_remote_becomes_that_in_pods(home, volume_root, path):
     assert store.pod_folder(MLO, home, volume_root) == path
 
 
@@ -205,13 +203,13 @@ ADD = "imgkit remote add mlo me@far:/DIR --pvc mlo-scratch:/mloscratch --replace
         ),
     ],
 )
-def test_folder_outside_of_the_volume_is_refused(home: str, volume_root: str, message: str) -> None:
+def test_folder_outside_of_the_volume_is_refused(home, volume_root, message):
     with pytest.raises(UsageError) as caught:
         store.pod_folder(MLO, home, volume_root)
     assert str(caught.value) == message
 
 
-def test_root_of_the_volume_that_is_missing_is_refused(call: Any, volume: Path, first_runai: Path) -> None:
+def test_root_of_the_volume_that_is_missing_is_refused(call, volume, first_runai):
     remote = config.get_remote("mlo")
     text = config.remotes_file().read_text().replace(f'volume = "{volume}"', 'volume = "/nowhere"')
     config.remotes_file().write_text(text)
@@ -224,7 +222,7 @@ def test_root_of_the_volume_that_is_missing_is_refused(call: Any, volume: Path, 
     assert not first_runai.exists()
 
 
-def test_doctor_names_the_path_in_pods(call: Any, volume: Path) -> None:
+def test_doctor_names_the_path_in_pods(call, volume):
     code, out, _ = call("doctor", "--on", "mlo")
     assert code in (0, None)
     assert f"{volume}/homes/me in pods, for the user and group {os.getuid()}:{os.getgid()}" in out

@@ -18,9 +18,7 @@ def blocks() -> list[str]:
     return re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def test_example_of_the_page_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks()[0], str(PAGE), "exec"), {})  # noqa: S102 - a page of this checkout
     output = capsys.readouterr()
@@ -31,18 +29,18 @@ def test_example_of_the_page_runs(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_name_is_there_and_listed() -> None:
+def test_every_name_is_there_and_listed():
     assert sorted(imgkit.__all__) == [name for name in dir(imgkit) if name in imgkit.__all__]
     for name in imgkit.__all__:
         assert getattr(imgkit, name) is not None
 
 
-def test_unknown_name_is_refused() -> None:
+def test_unknown_name_is_refused():
     with pytest.raises(AttributeError, match="has no attribute 'biuld'"):
         imgkit.biuld  # noqa: B018
 
 
-def test_functions_are_silent_by_default(capsys: pytest.CaptureFixture[str]) -> None:
+def test_functions_are_silent_by_default(capsys):
     for name in (
         "build",
         "plan",
@@ -58,18 +56,18 @@ def test_functions_are_silent_by_default(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr() == ("", "")
 
 
-def test_values_cannot_be_changed() -> None:
+def test_values_cannot_be_changed():
     plan = imgkit.plan("cpu")
     with pytest.raises(AttributeError):
         plan.tag = "other"  # type: ignore[misc]
 
 
-def test_both_kinds_of_lock_are_refused() -> None:
+def test_both_kinds_of_lock_are_refused():
     request = imgkit.BuildRequest(locked=True, no_lock=True)
     with pytest.raises(imgkit.ImgkitError, match="--locked cannot be combined with --no-lock"):
         imgkit.build("cpu", request)
 
 
-def test_standard_input_needs_a_name() -> None:
+def test_standard_input_needs_a_name():
     with pytest.raises(imgkit.ImgkitError, match="no name yet"):
         imgkit.convert("-")

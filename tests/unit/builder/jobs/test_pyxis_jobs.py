@@ -102,18 +102,18 @@ def squashed(path: Path, *, manifest: bool = True, arch: str = "amd64", compress
         ("ubuntu", "ubuntu"),
     ],
 )
-def test_image_is_a_file_or_a_name(typed: str, image: str) -> None:
+def test_image_is_a_file_or_a_name(typed, image):
     assert option("image", job(image=typed)) == image
 
 
-def test_folder_and_home_are_those_that_are_stated() -> None:
+def test_folder_and_home_are_those_that_are_stated():
     assert option("workdir", job(workdir="/opt/a")) == "/opt/a"
     argv = command_of(job(recipe(options=("--container-mount-home",))))
     assert "--container-mount-home" in argv
     assert "--no-container-mount-home" not in argv
 
 
-def test_path_is_that_of_the_image(tmp_path: Path) -> None:
+def test_path_is_that_of_the_image(tmp_path):
     file = tmp_path / "environment"
     file.write_text("A=$(touch x)\nPATH=/opt/a b/bin:/usr/bin\nPATHS=/no\nLD_LIBRARY_PATH=/no")
     assert started(job(), file, "printenv", "PATH") == "/opt/a b/bin:/usr/bin\n"
@@ -123,7 +123,7 @@ def test_path_is_that_of_the_image(tmp_path: Path) -> None:
     assert started(job(), tmp_path / "none", "printenv", "PATH") == "/usr/bin:/bin\n"
 
 
-def test_libraries_of_the_host_come_first(tmp_path: Path) -> None:
+def test_libraries_of_the_host_come_first(tmp_path):
     pyxis_job = job(recipe(host_libs=("/opt/aws",)))
     assert "/opt/aws:/opt/aws:ro," in option("mounts", pyxis_job)
     assert started(pyxis_job, tmp_path / "none", "printenv", "LD_LIBRARY_PATH") == "/opt/aws:/own\n"
@@ -138,7 +138,7 @@ SHELL = {
 }
 
 
-def test_variables_of_the_shell_do_not_reach_pyxis() -> None:
+def test_variables_of_the_shell_do_not_reach_pyxis():
     script = "\n".join(("set -eu", *runtime_of(job()).exports(job()), "env"))
     env = {**SHELL, "PATH": "/usr/bin:/bin"}
     result = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, check=True)
@@ -149,9 +149,7 @@ def test_variables_of_the_shell_do_not_reach_pyxis() -> None:
 
 
 @pytest.mark.parametrize("name", ["PYXIS_CONTAINER_IMAGE", "PYXIS_CONTAINER_NAME"])
-def test_variable_that_moves_the_script_is_refused(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variable_that_moves_the_script_is_refused(tmp_path, name, monkeypatch):
     monkeypatch.setenv(name, "")
     with pytest.raises(UsageError, match="would start the job's script itself in a container") as caught:
         checks.before_submission(job(directory=tmp_path))
@@ -165,14 +163,14 @@ def looked(of: Job, *, path: str = "/usr/bin:/bin") -> tuple[int, str]:
     return result.returncode, result.stderr
 
 
-def test_node_without_the_image_is_named(tmp_path: Path) -> None:
+def test_node_without_the_image_is_named(tmp_path):
     code, messages = looked(job(image="a.sqsh", directory=tmp_path))
     assert code == 2
     assert messages == f"imgkit: node {os.uname().nodename} has no {tmp_path}/a.sqsh, or may not read it\n"
     assert looked(job(image="ubuntu")) == (0, "")
 
 
-def test_requeued_job_removes_what_its_start_has_left(tmp_path: Path) -> None:
+def test_requeued_job_removes_what_its_start_has_left(tmp_path):
     # A stand-in that lists three containers, and tells what it removes.
     names = "pyxis_12.1 pyxis_12_12.1 pyxis_123.1"
     write_program(
@@ -190,7 +188,7 @@ def test_requeued_job_removes_what_its_start_has_left(tmp_path: Path) -> None:
 
 
 @needs_squasher
-def test_node_that_cannot_unpack_the_image_is_named(tmp_path: Path) -> None:
+def test_node_that_cannot_unpack_the_image_is_named(tmp_path):
     pyxis_job = job(image=str(squashed(tmp_path / "it's.sqsh", compression="xz")), directory=tmp_path)
     assert looked(pyxis_job) == (0, "")
     without_xz = "echo Filesystem uses xz compression, this is unsupported\nexit 1"
@@ -201,7 +199,7 @@ def test_node_that_cannot_unpack_the_image_is_named(tmp_path: Path) -> None:
 
 
 @needs_squasher
-def test_image_that_is_cut_short_is_refused(tmp_path: Path) -> None:
+def test_image_that_is_cut_short_is_refused(tmp_path):
     content = squashed(tmp_path / "cpu.sqsh").read_bytes()
     (tmp_path / "cpu.sqsh").write_bytes(content[:200])
     with pytest.raises(CheckFailed, match="cut short"):
@@ -209,7 +207,7 @@ def test_image_that_is_cut_short_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["python", "activate"])
-def test_image_of_a_registry_is_not_looked_into(flag: str) -> None:
+def test_image_of_a_registry_is_not_looked_into(flag):
     with pytest.raises(
         UsageError, match="imgkit does not look into me/x:1, an image of a registry"
     ) as caught:
@@ -218,7 +216,7 @@ def test_image_of_a_registry_is_not_looked_into(flag: str) -> None:
     assert str(caught.value.hint).endswith("then --image NAME.sqsh")
 
 
-def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path: Path) -> None:
+def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path):
     argv = command_of(job(image="me/x:1"))
     env = {**os.environ, "PATH": "/usr/bin:/bin"}
     result = subprocess.run(argv[argv.index("sh") :], env=env, capture_output=True, text=True, check=False)
@@ -233,13 +231,13 @@ def test_image_of_a_registry_without_entry_points_ends_with_the_way(tmp_path: Pa
 
 
 @pytest.mark.parametrize("scheduler", ["pbs", "mpi", "standalone"])
-def test_only_slurm_has_pyxis(scheduler: str) -> None:
+def test_only_slurm_has_pyxis(scheduler):
     with pytest.raises(UsageError, match=r"^\S*:?.*pyxis cannot be used on"):
         job(recipe(scheduler))
 
 
 @needs_squasher
-def test_sqsh_runs_on_its_own_system(tmp_path: Path) -> None:
+def test_sqsh_runs_on_its_own_system(tmp_path):
     image = squashed(tmp_path / "a.sqsh")
     prepared = submit.prepare(image, HELLO.changed(directory=tmp_path))
     checks.before_submission(prepared.job)
@@ -248,7 +246,7 @@ def test_sqsh_runs_on_its_own_system(tmp_path: Path) -> None:
 
 
 @needs_squasher
-def test_runtimes_that_start_no_sqsh_refuse_it(tmp_path: Path) -> None:
+def test_runtimes_that_start_no_sqsh_refuse_it(tmp_path):
     image = squashed(tmp_path / "a.sqsh")
     with pytest.raises(UsageError) as caught:
         submit.prepare(image, HELLO.changed(directory=tmp_path, runtime="host"))
@@ -257,7 +255,7 @@ def test_runtimes_that_start_no_sqsh_refuse_it(tmp_path: Path) -> None:
 
 
 @needs_squasher
-def test_singularity_gets_the_variables_of_a_sqsh(tmp_path: Path) -> None:
+def test_singularity_gets_the_variables_of_a_sqsh(tmp_path):
     image = squashed(tmp_path / "a.sqsh")
     request = HELLO.changed(directory=tmp_path, runtime="singularity", env=("B=job",))
     pyxis_job = submit.prepare(image, request).job
@@ -276,7 +274,7 @@ def test_singularity_gets_the_variables_of_a_sqsh(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("libraries", ["", "/own", "/own:/.singularity.d/libs"])
-def test_libraries_of_the_host_and_of_the_gpu_are_found(tmp_path: Path, libraries: str) -> None:
+def test_libraries_of_the_host_and_of_the_gpu_are_found(tmp_path, libraries):
     of = recipe(host_libs=("/opt/aws",))
     pyxis_job = job(of, runtime="singularity", image="/far/a.sqsh", directory=tmp_path)
     argv = [
@@ -290,7 +288,7 @@ def test_libraries_of_the_host_and_of_the_gpu_are_found(tmp_path: Path, librarie
 
 
 @needs_squasher
-def test_sqsh_for_other_nodes_is_refused(tmp_path: Path) -> None:
+def test_sqsh_for_other_nodes_is_refused(tmp_path):
     pyxis_job = job(dataclasses.replace(recipe(), platforms=("linux/arm64",)), directory=tmp_path)
     squashed(tmp_path / "cpu.sqsh")
     with pytest.raises(UsageError, match="the image is for amd64, but the nodes are arm64"):
@@ -298,7 +296,7 @@ def test_sqsh_for_other_nodes_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "does not exist"), ("hsif", "is not a .sqsh")])
-def test_missing_sqsh_is_refused_before_the_queue(tmp_path: Path, text: str | None, message: str) -> None:
+def test_missing_sqsh_is_refused_before_the_queue(tmp_path, text, message):
     if text:
         (tmp_path / "cpu.sqsh").write_text(text)
     with pytest.raises(UsageError, match=f"the image {message}"):
@@ -332,9 +330,7 @@ def starter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Pa
 
 @needs_squasher
 @pytest.mark.parametrize("program", STARTERS)
-def test_sqsh_of_another_program_is_looked_into_by(
-    tmp_path: Path, program: str, starter: Callable[..., Path]
-) -> None:
+def test_sqsh_of_another_program_is_looked_into_by(tmp_path, program, starter):
     image = squashed(tmp_path / "a.sqsh", manifest=False)
     arguments_file = starter(program)
     pyxis_job = job(image=str(image), directory=tmp_path, binds=(f"{tmp_path}:/data:ro",), activate="A=1")
@@ -365,9 +361,7 @@ def test_sqsh_of_another_program_is_looked_into_by(
         ({"code": 3}, {"activate": "x"}, "the command fails in"),
     ],
 )
-def test_sqsh_that_cannot_run_the_entry_points_is_refused(
-    tmp_path: Path, starter: Callable[..., Path], fake: dict[str, Any], options: dict[str, Any], message: str
-) -> None:
+def test_sqsh_that_cannot_run_the_entry_points_is_refused(tmp_path, starter, fake, options, message):
     image = squashed(tmp_path / "a.sqsh", manifest=False)
     if fake:
         starter("apptainer", **fake)
@@ -378,7 +372,7 @@ def test_sqsh_that_cannot_run_the_entry_points_is_refused(
 
 
 @needs_squasher
-def test_compression_that_old_nodes_lack_is_named(tmp_path: Path) -> None:
+def test_compression_that_old_nodes_lack_is_named(tmp_path):
     image = squashed(tmp_path / "a.sqsh", compression="zstd")
     (warning,) = job(image=str(image)).warnings
     assert warning.startswith("a.sqsh is compressed with zstd: unsquashfs of RHEL 8 cannot read that")
@@ -387,7 +381,7 @@ def test_compression_that_old_nodes_lack_is_named(tmp_path: Path) -> None:
 
 @needs_squasher
 @pytest.mark.parametrize("program", [b"", b"\x7fELF", b"#!/bin/sh\n", b"\x7fELF\x02\x02" + bytes(20)])
-def test_shell_that_tells_no_architecture_is_not_judged(tmp_path: Path, program: bytes) -> None:
+def test_shell_that_tells_no_architecture_is_not_judged(tmp_path, program):
     (tmp_path / "a.sqsh.folder/bin").mkdir(parents=True)
     (tmp_path / "a.sqsh.folder/bin/sh").write_bytes(program)
     image = squashed(tmp_path / "a.sqsh", manifest=False)
@@ -398,9 +392,7 @@ def test_shell_that_tells_no_architecture_is_not_judged(tmp_path: Path, program:
 @needs_squasher
 @pytest.mark.parametrize("runtime", ["pyxis", "singularity"])
 @pytest.mark.parametrize("link", ["", "busybox", "/usr/bin/../bin/busybox", "sh"])
-def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(
-    tmp_path: Path, link: str, runtime: Any
-) -> None:
+def test_architecture_of_another_program_s_sqsh_is_that_of_its_shell(tmp_path, link, runtime):
     programs = tmp_path / "a.sqsh.folder/usr/bin"
     programs.mkdir(parents=True)
     (tmp_path / "a.sqsh.folder/bin").symlink_to("usr/bin")

@@ -51,7 +51,7 @@ def folder(home: Path) -> Path:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
+def test_line_of_the_readme_renders(line, folder):
     args = shlex.split(line)[2:]
     # Files of the example: tests/lab makes real ones, and looks into real images.
     for option in ("--python", "--activate"):
@@ -67,6 +67,6 @@ def test_line_of_the_readme_renders(line: str, folder: Path) -> None:
     assert result.stdout.strip()
 
 
-def test_readme_has_a_line_for_every_scheduler() -> None:
+def test_readme_has_a_line_for_every_scheduler():
     recipes = {shlex.split(str(line.values[0]))[2] for line in LINES}
     assert {"mn5", "olivia", "olivia-eap", "rcp", "lambda", "cpu"} <= recipes

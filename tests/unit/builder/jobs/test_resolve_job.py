@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from job_builder import make_job, make_script, write_recipe
@@ -40,7 +39,7 @@ def directives(recipe: Path, queue: str) -> list[str]:
     return names.findall(script)
 
 
-def test_partition_has_its_own_gpus_and_options(tmp_path: Path) -> None:
+def test_partition_has_its_own_gpus_and_options(tmp_path):
     recipe = write_recipe(tmp_path, OWN)
     site = ["--exclusive", "--network=x"]
     assert directives(recipe, "gpu") == ["--gres=gpu:h100:4", "--cpus-per-task=96", *site]
@@ -52,12 +51,12 @@ def test_partition_has_its_own_gpus_and_options(tmp_path: Path) -> None:
     assert directives(recipe, "cpu") == ["--cpus-per-task=96", "--constraint=cpu"]
 
 
-def test_processes_get_no_more_cpus_than_a_node_has() -> None:
+def test_processes_get_no_more_cpus_than_a_node_has():
     assert make_job(gpus=0, nproc=20).allocation.cpus == 20
     assert make_job(gpus=0, nproc=200).allocation.cpus == 80
 
 
-def test_network_option_of_the_user_reaches_srun() -> None:
+def test_network_option_of_the_user_reaches_srun():
     options = ("--network=x", "--exclusive")
     script = make_script(interactive=True, options=options).text
     allocation, _, start = script.partition("exec srun ")
@@ -66,7 +65,7 @@ def test_network_option_of_the_user_reaches_srun() -> None:
     assert "--exclusive" not in start
 
 
-def test_queue_that_is_not_listed_is_doubted(tmp_path: Path) -> None:
+def test_queue_that_is_not_listed_is_doubted(tmp_path):
     recipe = write_recipe(tmp_path, OWN)
     (warning,) = make_job(recipe, queue="viz").warnings
     lists = "lists only a100, big, cpu, gpu; the job is written for the nodes of system.node"
@@ -75,13 +74,13 @@ def test_queue_that_is_not_listed_is_doubted(tmp_path: Path) -> None:
     assert make_job("mn5", queue="acc").warnings == ()  # the system lists no queue
 
 
-def test_limit_of_a_shipped_system_is_named_with_its_line() -> None:
+def test_limit_of_a_shipped_system_is_named_with_its_line():
     with pytest.raises(UsageError, match="1 GPUs come with 16 CPUs") as caught:
         make_job(GOLDEN / "snellius.yaml", queue="gpu_h100", gpus=1, cpus=18)
     assert str(caught.value.where).startswith("systems/snellius.yaml:")
 
 
-def test_limit_of_a_qos_counts_before_that_of_its_queue(tmp_path: Path) -> None:
+def test_limit_of_a_qos_counts_before_that_of_its_queue(tmp_path):
     recipe = write_recipe(tmp_path, "image: {base: 'python:3.12-slim'}\nsystem: leonardo\n")
     assert make_job(recipe, qos="boost_qos_lprod", time="48h").allocation.qos == "boost_qos_lprod"
     recipe = write_recipe(tmp_path, "extends: mn5\nsystem: {queue: {limits: {acc_debug: '02:00:00'}}}\n")
@@ -91,7 +90,7 @@ def test_limit_of_a_qos_counts_before_that_of_its_queue(tmp_path: Path) -> None:
     )  # an unknown limit is none
 
 
-def test_flag_without_meaning_is_a_warning() -> None:
+def test_flag_without_meaning_is_a_warning():
     pods = PodFlags(pvcs=("home:/w",), format="runai-v2")
     rcp = make_job("rcp", pods, image="r.example/x:1", nodes="2", account="a1")
     assert rcp.warnings == ("--account is not used: EPFL RCP (runai) has no such flag",)
@@ -106,22 +105,22 @@ def test_flag_without_meaning_is_a_warning() -> None:
         (("python3",), "`dist-run python3 ...`"),
     ],
 )
-def test_program_that_starts_once_per_node_is_doubted(command: tuple[str, ...], hint: str) -> None:
+def test_program_that_starts_once_per_node_is_doubted(command, hint):
     (warning,) = make_job(command=command).warnings
     assert hint in warning
 
 
-def test_shell_that_starts_dist_run_is_not_doubted() -> None:
+def test_shell_that_starts_dist_run_is_not_doubted():
     assert make_job(command=("sh", "-c", "exec dist-run train.py --out=$IMGKIT_RUN_DIR")).warnings == ()
 
 
-def test_part_of_a_node_on_several_is_doubted() -> None:
+def test_part_of_a_node_on_several_is_doubted():
     assert "2 nodes with 1 of 4 GPUs" in make_job(nodes="2", gpus=1).warnings[0]
     assert make_job(nodes="1", gpus=1).warnings == ()
     assert make_job(nodes="2", gpus=0).warnings == ()
 
 
-def test_job_without_gpus_tells_the_launcher() -> None:
+def test_job_without_gpus_tells_the_launcher():
     assert make_job(gpus=0, nproc=20).settings == {"IMGKIT_DEVICE": "cpu", "IMGKIT_NPROC": "20"}
     assert make_job(nodes="2+1").settings == {"IMGKIT_NNODES": "2+1"}
     assert make_job(preflight=True).settings == {"IMGKIT_PREFLIGHT": "1"}
@@ -135,9 +134,7 @@ def test_job_without_gpus_tells_the_launcher() -> None:
     ("nodes", "failures", "outlives"),
     [("2", None, False), ("2", 3, False), ("2+1", None, True), ("2+1", 0, False)],
 )
-def test_only_a_run_with_nodes_to_spare_outlives_one(
-    nodes: str, failures: int | None, outlives: bool
-) -> None:
+def test_only_a_run_with_nodes_to_spare_outlives_one(nodes, failures, outlives):
     assert make_job(nodes=nodes, max_failures=failures).outlives_nodes is outlives
 
 
@@ -145,7 +142,7 @@ RUNTIME = "extends: {}\nsystem:\n  runtime:\n"
 PODMAN = "    kind: docker\n    command: podman-hpc\n"
 
 
-def test_podman_under_slurm_gets_the_variables_of_the_step(tmp_path: Path) -> None:
+def test_podman_under_slurm_gets_the_variables_of_the_step(tmp_path):
     recipe = write_recipe(tmp_path, RUNTIME.format("mn5") + PODMAN + "    options: [--gpu, --ipc=private]\n")
     text = make_script(recipe, nodes="2").text.replace(" \\\n    ", " ")
     start = next(line for line in text.splitlines() if "podman-hpc" in line)
@@ -158,24 +155,24 @@ def test_podman_under_slurm_gets_the_variables_of_the_step(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("base", ["olivia-eap", "lambda", "cpu"])
-def test_container_that_gets_the_variables_by_name_is_kept(tmp_path: Path, base: str) -> None:
+def test_container_that_gets_the_variables_by_name_is_kept(tmp_path, base):
     recipe = write_recipe(tmp_path, RUNTIME.format(base) + PODMAN)
     assert make_job(recipe).container.runtime == "docker"
 
 
-def test_other_runtime_replaces_a_refused_one(tmp_path: Path) -> None:
+def test_other_runtime_replaces_a_refused_one(tmp_path):
     recipe = write_recipe(tmp_path, RUNTIME.format("mn5") + PODMAN.replace("podman-hpc", "docker"))
     assert make_job(recipe, runtime="singularity").container.runtime == "singularity"
     recipe = write_recipe(tmp_path, RUNTIME.format("mn5") + "    options: [--cleanenv]\n")
     assert make_job(recipe, runtime="host").container.runtime == "host"
 
 
-def test_clean_environment_is_kept_where_no_setting_is_lost(tmp_path: Path) -> None:
+def test_clean_environment_is_kept_where_no_setting_is_lost(tmp_path):
     runtime = "    kind: singularity\n    command: s\n    options: [--cleanenv]\n"
     assert make_job(write_recipe(tmp_path, RUNTIME.format("cpu") + runtime)).settings == {}
 
 
-def test_settings_of_a_shell_keep_no_variable_out_of_the_container() -> None:
+def test_settings_of_a_shell_keep_no_variable_out_of_the_container():
     mn5 = make_job("mn5")
     lines = (*runtime_of(mn5).exports(mn5), "env")
     cleaning = {"APPTAINER_CLEANENV": "1", "SINGULARITY_CONTAINALL": "1", "APPTAINER_NV": "1"}
@@ -191,7 +188,7 @@ def test_settings_of_a_shell_keep_no_variable_out_of_the_container() -> None:
     assert "unset" not in "".join(runtime_of(on_host).exports(on_host))
 
 
-def test_job_tells_its_gpus_where_the_image_states_none(tmp_path: Path) -> None:
+def test_job_tells_its_gpus_where_the_image_states_none(tmp_path):
     text = "image: {base: a:1}\nsystem: {scheduler: slurm, runtime: {options: [--nv]}}\n"
     recipe = write_recipe(tmp_path, text)
     assert make_job(recipe, gpus=2).settings["IMGKIT_GPUS"] == "2"
@@ -211,18 +208,18 @@ def test_job_tells_its_gpus_where_the_image_states_none(tmp_path: Path) -> None:
         ("100:00:00", 360000),
     ],
 )
-def test_time_is_read_as_schedulers_do(text: str, seconds: int) -> None:
+def test_time_is_read_as_schedulers_do(text, seconds):
     assert quoting.parse_time_limit(text, where="--time") == seconds
     assert quoting.parse_time_limit(quoting.format_time_limit(seconds), where="--time") == seconds
 
 
-def test_short_job_is_not_asked_to_save() -> None:
+def test_short_job_is_not_asked_to_save():
     assert make_job(time="9m").allocation.stop_before_s == 0
     assert make_job(time="10m").allocation.stop_before_s == 120
     assert make_job(time="2m", stop_before_s=60).allocation.stop_before_s == 60
 
 
-def test_arguments_that_only_name_a_secret_are_kept() -> None:
+def test_arguments_that_only_name_a_secret_are_kept():
     options = ("--tokenizer", "gpt2", "--max-tokens", "4096", "--token-file", "t", "SECRET_FILE=/run/x")
     command = ("dist-run", "--require-secret", "train.py", *options, "--api-key", "$WANDB_API_KEY")
     assert make_job(command=command, nodes="2", require_secret=True).command == command
@@ -231,9 +228,7 @@ def test_arguments_that_only_name_a_secret_are_kept() -> None:
 
 
 @pytest.mark.parametrize("recipe", ["mn5", "cpu", "lambda"])
-def test_submission_without_the_variable_or_with_an_open_file_is_refused(
-    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_submission_without_the_variable_or_with_an_open_file_is_refused(recipe, tmp_path, monkeypatch):
     with_token = make_job(recipe, env=("HF_TOKEN",), directory=tmp_path)
     with pytest.raises(UsageError, match="HF_TOKEN is not set here"):
         checks.before_submission(with_token)
@@ -251,7 +246,7 @@ ROCM = 'image: {base: "rocm/pytorch:rocm6.4"}\n'
 
 
 @pytest.mark.parametrize("base", ["mn5", "rcp"])
-def test_job_on_amd_runs_on_cpus_by_choice(tmp_path: Path, base: str) -> None:
+def test_job_on_amd_runs_on_cpus_by_choice(tmp_path, base):
     recipe = write_recipe(tmp_path, f"extends: {base}\n{ROCM}")
     options = {} if base == "mn5" else {"image": "rocm/x:1"}
     assert make_job(recipe, gpus=0, **options).settings["IMGKIT_DEVICE"] == "cpu"
@@ -260,7 +255,7 @@ def test_job_on_amd_runs_on_cpus_by_choice(tmp_path: Path, base: str) -> None:
         assert make_job(recipe, command=command, **options).command == command
 
 
-def test_image_of_the_base_s_variables_is_refused(tmp_path: Path) -> None:
+def test_image_of_the_base_s_variables_is_refused(tmp_path):
     target = dataclasses.replace(load_target("mn5"), base="mine:1", base_env=("PATH", "ROCM_PATH"))
     with pytest.raises(UsageError, match="mine:1, which sets ROCM_PATH, is an image for AMD GPUs"):
         make_job(target)
@@ -269,7 +264,7 @@ def test_image_of_the_base_s_variables_is_refused(tmp_path: Path) -> None:
         make_job(sif, image=str(sif.file))
 
 
-def test_other_image_replaces_the_recipe_s(tmp_path: Path) -> None:
+def test_other_image_replaces_the_recipe_s(tmp_path):
     recipe = write_recipe(tmp_path, f"extends: rcp\n{ROCM}")
     assert make_job(recipe, image="r.example/cuda:1").container.image == "r.example/cuda:1"
     assert make_job(image="rocm/site.sif").container.image == "/w/rocm/site.sif"
@@ -304,7 +299,7 @@ DOCKER = "{kind: docker, command: docker, options: [--gpus=all]}"
         ("1536m", 1536, "1536M"),
     ],
 )
-def test_size_counts_in_powers_of_1024(text: str, size_MiB: int, normalized: str) -> None:
+def test_size_counts_in_powers_of_1024(text, size_MiB, normalized):
     assert parse_size(text, where="--mem") == size_MiB
     assert size_text(size_MiB) == normalized
 
@@ -312,7 +307,7 @@ def test_size_counts_in_powers_of_1024(text: str, size_MiB: int, normalized: str
 @pytest.mark.parametrize(
     "text", ["", "110", "0G", "-1G", "1.5T", "110 G", "G", "110GG", "1e3G", "110K", "1G\n"]
 )
-def test_other_text_is_no_size(text: str) -> None:
+def test_other_text_is_no_size(text):
     with pytest.raises(UsageError, match="is not a size of memory") as caught:
         parse_size(text, where="--mem")
     assert (caught.value.where, caught.value.hint) == ("--mem", "write 110G, 440GB or 512M")
@@ -332,9 +327,7 @@ def test_other_text_is_no_size(text: str) -> None:
         ({"options": ("--mem-per-cpu=8G",)}, "--mem-per-cpu=8G"),
     ],
 )
-def test_partition_and_request_decide_on_memory(
-    tmp_path: Path, options: dict[str, Any], directive: str
-) -> None:
+def test_partition_and_request_decide_on_memory(tmp_path, options, directive):
     recipe = write_recipe(tmp_path, MEMORY_SITE % ("slurm", SINGULARITY) + PARTITIONS)
     lines = make_script(recipe, **options).text.splitlines()
     assert [line for line in lines if "--mem" in line and line.startswith("#SBATCH")] == (
@@ -344,16 +337,14 @@ def test_partition_and_request_decide_on_memory(
     assert (f"export IMGKIT_MEM='{directive.replace('=', ' ')}'" in lines) == is_of_imgkit
 
 
-def test_chunk_of_pbs_has_the_memory_of_its_gpus(tmp_path: Path) -> None:
+def test_chunk_of_pbs_has_the_memory_of_its_gpus(tmp_path):
     recipe = write_recipe(tmp_path, MEMORY_SITE % ("pbs", SINGULARITY))
     assert "select=1:ngpus=2:mem=240gb:mpiprocs=1" in make_script(recipe, gpus=2).text
 
 
 @pytest.mark.parametrize(("runtime", "is_limited"), [(DOCKER, True), (SINGULARITY, False)])
 @pytest.mark.parametrize("scheduler", ["standalone", "mpi"])
-def test_only_docker_limits_memory_without_a_scheduler(
-    tmp_path: Path, scheduler: str, runtime: str, is_limited: bool
-) -> None:
+def test_only_docker_limits_memory_without_a_scheduler(tmp_path, scheduler, runtime, is_limited):
     recipe = write_recipe(tmp_path, MEMORY_SITE % (scheduler, runtime))
     own = make_job(recipe, mem="64G")
     assert own.allocation.memory == (Memory(size_MiB=64 << 10) if is_limited else None)

@@ -66,7 +66,7 @@ def script_of(home: Path) -> str:
     return (home / "script").read_text()
 
 
-def test_job_is_submitted_again_with_its_values(home: Path, end_job: EndJob, call: Any, token: str) -> None:
+def test_job_is_submitted_again_with_its_values(home, end_job, call, token):
     run_folder = end_job("exit 3")
     first = script_of(home)
     assert call("resume", "4711", "--detach", "--time", "8h", "--env", "MODE=slow")[:2] == (0, "4711\n")
@@ -78,7 +78,7 @@ def test_job_is_submitted_again_with_its_values(home: Path, end_job: EndJob, cal
     assert token not in (home / "state/imgkit/jobs/4711.json").read_text()
 
 
-def test_program_resumes_a_job(home: Path, code: Path, end_job: EndJob) -> None:
+def test_program_resumes_a_job(home, code, end_job):
     run_folder = end_job("exit 3")
     write_files(code, {"train.py": "print(2)"})
     job = find_job("4711").resume(JobRequest.of(time="8h"))
@@ -87,7 +87,7 @@ def test_program_resumes_a_job(home: Path, code: Path, end_job: EndJob) -> None:
     assert (run_folder / "workspace/train.py").read_text() == "print(2)\n"
 
 
-def test_code_of_today_replaces_what_the_run_left(code: Path, end_job: EndJob, call: Any, home: Path) -> None:
+def test_code_of_today_replaces_what_the_run_left(code, end_job, call, home):
     run_folder = end_job("echo more >> table.csv; echo 1 > result.csv; exit 3")
     write_files(code, {"train.py": "print(2)", "new/file.py": "new"})
     (code / "old/gone.py").unlink()
@@ -108,7 +108,7 @@ def test_code_of_today_replaces_what_the_run_left(code: Path, end_job: EndJob, c
     assert (workspace / "train.py").read_text() == "print(3)\n"
 
 
-def test_file_changed_on_both_sides_is_refused(code: Path, end_job: EndJob, call: Any, home: Path) -> None:
+def test_file_changed_on_both_sides_is_refused(code, end_job, call, home):
     run_folder = end_job("echo run > train.py; exit 3")
     before = json.loads((run_folder / "code.json").read_text())
     write_files(code, {"train.py": "print(2)", "same.py": "print(2)"})
@@ -132,7 +132,7 @@ def test_file_changed_on_both_sides_is_refused(code: Path, end_job: EndJob, call
     assert before["sha256"] in script_of(home)
 
 
-def test_run_that_goes_on_is_refused(end_job: EndJob, fake_program: FakeProgram, call: Any) -> None:
+def test_run_that_goes_on_is_refused(end_job, fake_program, call):
     end_job("exit 3")
     fake_program("squeue", "echo '4711  RUNNING  0:10'")
     status, _, err = call("resume", "4711", "--detach")
@@ -143,7 +143,7 @@ def test_run_that_goes_on_is_refused(end_job: EndJob, fake_program: FakeProgram,
     )
 
 
-def test_program_that_ended_well_needs_a_command(end_job: EndJob, call: Any, home: Path) -> None:
+def test_program_that_ended_well_needs_a_command(end_job, call, home):
     end_job("exit 0", "COMPLETED  0:0")
     status, _, err = call("resume", "4711", "--detach")
     assert (status, err) == (
@@ -155,7 +155,7 @@ def test_program_that_ended_well_needs_a_command(end_job: EndJob, call: Any, hom
     assert "dist-run train.py --epochs 9 " in script_of(home)
 
 
-def test_run_stopped_by_a_person_goes_on(end_job: EndJob, fake_program: FakeProgram, call: Any) -> None:
+def test_run_stopped_by_a_person_goes_on(end_job, fake_program, call):
     run_folder = end_job("touch ../stop; echo 4711 0 > ../result", "COMPLETED  0:0")
     fake_program("sbatch", "echo invalid account >&2; exit 1")
     assert call("resume", "4711", "--detach")[0] == 4
@@ -175,20 +175,20 @@ def test_run_stopped_by_a_person_goes_on(end_job: EndJob, fake_program: FakeProg
     ],
 )
 @pytest.mark.usefixtures("home")
-def test_job_that_cannot_be_resumed_is_refused(fields: dict[str, Any], error: str, call: Any) -> None:
+def test_job_that_cannot_be_resumed_is_refused(fields, error, call):
     keep_job(7, state="failed", **fields)
     status, _, err = call("resume", "7")
     assert (status, err.splitlines()[0]) == (2, f"imgkit: ID: {error}")
 
 
-def test_script_of_pbs_goes_on_in_the_folder(home: Path) -> None:
+def test_script_of_pbs_goes_on_in_the_folder(home):
     run = ResumedRun(job="7.s", folder=home / "runs/it's 7.s")
     request = JobRequest.of(command=("dist-hello",), queue="workq", time="10m", resumed=run)
     script = submit.prepare("olivia-eap", request).script.text
     assert f"\ndir={shlex.quote(str(run.folder))}\n" in script
 
 
-def test_first_job_keeps_its_exit_code(home: Path, fake_program: FakeProgram, call: Any) -> None:
+def test_first_job_keeps_its_exit_code(home, fake_program, call):
     fake_program("squeue", SLURM_FORGOT)
     fake_program("sacct", "echo '1  FAILED  3:0'")
     first = keep_job(1)

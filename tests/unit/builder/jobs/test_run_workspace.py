@@ -75,7 +75,7 @@ def digest(store: Path) -> str:
 
 
 @pytest.mark.usefixtures("store")
-def test_program_writes_into_a_copy_of_its_own(start: Start, store: Path, tmp_path: Path) -> None:
+def test_program_writes_into_a_copy_of_its_own(start, store, tmp_path):
     assert end(start(PROGRAM)) == (0, "")
     workspace = tmp_path / "runs/mn5-7/workspace"
     assert (workspace / "train.py").read_text() == "edited\n"
@@ -92,7 +92,7 @@ def test_program_writes_into_a_copy_of_its_own(start: Start, store: Path, tmp_pa
     assert (workspace / "run").stat().st_mtime_ns == (store / "workspace/run").stat().st_mtime_ns
 
 
-def test_requeue_goes_on_in_the_copy(start: Start, store: Path, tmp_path: Path) -> None:
+def test_requeue_goes_on_in_the_copy(start, store, tmp_path):
     assert end(start(f"{PROGRAM}rm run\n")) == (0, "")
     shutil.rmtree(store)  # a run needs it for its first start alone
     assert end(start(f"{PROGRAM}test ! -e run\n")) == (0, "")
@@ -100,7 +100,7 @@ def test_requeue_goes_on_in_the_copy(start: Start, store: Path, tmp_path: Path) 
 
 
 @pytest.mark.usefixtures("store")
-def test_each_task_of_an_array_has_a_copy(start: Start, tmp_path: Path) -> None:
+def test_each_task_of_an_array_has_a_copy(start, tmp_path):
     for task in ("0", "1"):
         env = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": task}
         assert end(start(PROGRAM, options=["--option=--array=0-1"], **env)) == (0, "")
@@ -109,7 +109,7 @@ def test_each_task_of_an_array_has_a_copy(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("store")
-def test_interactive_job_works_in_a_copy(start: Start, tmp_path: Path) -> None:
+def test_interactive_job_works_in_a_copy(start, tmp_path):
     assert end(start(PROGRAM, {"salloc": SALLOC}, ["--interactive"])) == (0, "")
     assert (tmp_path / "runs/mn5-7/workspace/out/result").read_text() == "1\n"
 
@@ -124,7 +124,7 @@ exec {program} "$@"
 
 
 @pytest.mark.usefixtures("store")
-def test_two_starts_at_once_work_in_one_copy(start: Start, tmp_path: Path) -> None:
+def test_two_starts_at_once_work_in_one_copy(start, tmp_path):
     append = 'cd "$IMGKIT_RUN_DIR/workspace"; cat train.py; echo "$BASHPID" >> starts\n'
     stubs = {name: WAIT_FOR_OTHER.format(program=shutil.which(name)) for name in ("mkdir", "cp")}
     scripts = [start(append, stubs) for _ in range(2)]
@@ -136,7 +136,7 @@ def test_two_starts_at_once_work_in_one_copy(start: Start, tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("store")
-def test_start_that_was_killed_while_it_copied_is_repeated(start: Start, tmp_path: Path) -> None:
+def test_start_that_was_killed_while_it_copied_is_repeated(start, tmp_path):
     half = 'echo half > "${@: -1}/train.py"; kill -9 $PPID'
     assert end(start(PROGRAM, {"cp": half}))[0] == -9
     (tmp_path / "cp").unlink()
@@ -145,7 +145,7 @@ def test_start_that_was_killed_while_it_copied_is_repeated(start: Start, tmp_pat
 
 
 @pytest.mark.parametrize("options", [(), ("--interactive",)])
-def test_job_whose_code_is_gone_does_not_start(start: Start, tmp_path: Path, options: Sequence[str]) -> None:
+def test_job_whose_code_is_gone_does_not_start(start, tmp_path, options):
     status, stderr = end(start("touch $IMGKIT_RUN_DIR/started\n", {"salloc": SALLOC}, options))
     assert (status, (tmp_path / "runs/mn5-7/started").exists()) == (1, False)
     assert "/.imgkit-code/" in stderr

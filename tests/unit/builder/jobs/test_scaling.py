@@ -27,12 +27,12 @@ def size(nodes: int, state: str = "succeeded", **figures: float) -> ScalingSize:
 
 
 @pytest.mark.parametrize("text", ["4", "1,2,2", "4,2", "0,1", "1,2+1", "1,,2", "1, 2", "-1,2", "x", ""])
-def test_sizes_that_do_not_ascend_are_refused(text: str) -> None:
+def test_sizes_that_do_not_ascend_are_refused(text):
     with pytest.raises(UsageError, match="ascending"):
         scaling.parse_sizes(text)
 
 
-def test_dry_run_shows_the_script_of_each_size(call: Any) -> None:
+def test_dry_run_shows_the_script_of_each_size(call):
     code, out, _ = call("scaling", "mn5", *SITE, "--nodes", "1,3", "--dry-run", "--json", "--", "dist-train")
     assert code == 0
     for nodes, job in zip((1, 3), json.loads(out)["jobs"], strict=True):
@@ -53,9 +53,7 @@ def slurm(home: Path, fake_program: FakeProgram) -> Path:
     return home
 
 
-def test_interrupt_leaves_the_jobs_and_names_them(
-    call: Any, slurm: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupt_leaves_the_jobs_and_names_them(call, slurm, monkeypatch):
     def interrupt(_: float) -> None:
         raise KeyboardInterrupt
 
@@ -79,9 +77,7 @@ def test_interrupt_leaves_the_jobs_and_names_them(
         ("1,2", ToolFailed.exit_code, "no"),
     ],
 )
-def test_refused_largest_size_leaves_no_job(
-    call: Any, slurm: Path, sizes: str, code: int, reason: str
-) -> None:
+def test_refused_largest_size_leaves_no_job(call, slurm, sizes, code, reason):
     argv = ("scaling", "mn5", *SITE, "--runtime", "host", "--nodes", sizes, "--", "dist-train")
     actual, _, err = call(*argv)
     assert actual == code
@@ -89,7 +85,7 @@ def test_refused_largest_size_leaves_no_job(
     assert not (slurm / "ids").exists()
 
 
-def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
+def test_figures_come_from_the_files_of_the_run(tmp_path):
     for name, text, time_s in (("launch.txt", "nproc               4    x\n", 100), ("result", "7 0\n", 160)):
         (tmp_path / name).write_text(text)
         os.utime(tmp_path / name, (time_s, time_s))
@@ -109,7 +105,7 @@ def test_figures_come_from_the_files_of_the_run(tmp_path: Path) -> None:
     assert figures["mfu"] == pytest.approx(0.3)
 
 
-def test_report_has_the_use_of_gpus_that_was_recorded(tmp_path: Path) -> None:
+def test_report_has_the_use_of_gpus_that_was_recorded(tmp_path):
     use = {"readings": 480, "gpu_percent": 87.4, "memory_MiB": 61240.0}
     (tmp_path / "gpu-use.json").write_text(json.dumps(use))
     recorded = scaling.measure_run(tmp_path, 1)
@@ -137,12 +133,12 @@ def test_report_has_the_use_of_gpus_that_was_recorded(tmp_path: Path) -> None:
         ("other.json", ""),
     ],
 )
-def test_run_without_intact_files_has_no_figures(tmp_path: Path, name: str, text: str) -> None:
+def test_run_without_intact_files_has_no_figures(tmp_path, name, text):
     (tmp_path / name).write_text(text, encoding="latin-1")
     assert scaling.measure_run(tmp_path, 2) == {}
 
 
-def test_table_of_dist_bench_has_its_bandwidths(tmp_path: Path) -> None:
+def test_table_of_dist_bench_has_its_bandwidths(tmp_path):
     verdicts = []
     for name, size_bytes in (("all_reduce", 64), ("broadcast", 16)):
         bandwidths = {"busbw_GBps": size_bytes / 5, "algbw_GBps": size_bytes / 10}
@@ -161,7 +157,7 @@ def test_table_of_dist_bench_has_its_bandwidths(tmp_path: Path) -> None:
     ]
 
 
-def test_measured_figures_are_read_again(tmp_path: Path) -> None:
+def test_measured_figures_are_read_again(tmp_path):
     (tmp_path / "launch.txt").write_text("nproc               4    x\n")
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "samples_per_s": 10, "memory_MiB": 90}\n')
     run = report(size(1, **scaling.measure_run(tmp_path, 1)), size(2))
@@ -169,7 +165,7 @@ def test_measured_figures_are_read_again(tmp_path: Path) -> None:
     assert scaling.load_report(tmp_path) == run
 
 
-def test_run_that_took_no_time_is_not_compared(tmp_path: Path) -> None:
+def test_run_that_took_no_time_is_not_compared(tmp_path):
     for name in ("launch.txt", "result"):
         (tmp_path / name).touch()
         os.utime(tmp_path / name, (100, 100))
@@ -177,12 +173,12 @@ def test_run_that_took_no_time_is_not_compared(tmp_path: Path) -> None:
     assert [row.figures.get("efficiency") for row in run.sizes] == [None, 1.0, pytest.approx(0.8)]
 
 
-def test_one_line_is_better_than_no_rate() -> None:
+def test_one_line_is_better_than_no_rate():
     assert scaling.mean_rate([{"step": 1, "samples_per_s": 5.0}]) == 5.0
     assert scaling.mean_rate([{"step": 1}]) is None
 
 
-def test_efficiency_is_relative_to_the_smallest_complete_size() -> None:
+def test_efficiency_is_relative_to_the_smallest_complete_size():
     run = report(
         size(1, "failed", samples_per_s=99), size(2, samples_per_s=100), size(8, samples_per_s=280, wall_s=1)
     )
@@ -196,13 +192,13 @@ def test_efficiency_is_relative_to_the_smallest_complete_size() -> None:
     ]
 
 
-def test_one_size_without_a_rate_makes_all_compare_by_time() -> None:
+def test_one_size_without_a_rate_makes_all_compare_by_time():
     run = report(size(1, samples_per_s=1, wall_s=90), size(2, wall_s=50), size(4, samples_per_s=1, wall_s=30))
     assert [row.figures["efficiency"] for row in run.sizes] == [1.0, pytest.approx(0.9), pytest.approx(0.75)]
     assert "by wall time: right if every size does the same work" in " ".join(scaling.verdict_sentences(run))
 
 
-def test_table_has_what_was_measured() -> None:
+def test_table_has_what_was_measured():
     run = report(size(1, samples_per_s=100, memory_MiB=7), size(2, "failed"))
     assert scaling.table_rows(run) == [
         ["nodes", "job", "samples/s", "speed-up", "efficiency", "memory (MiB)", "state"],
@@ -211,7 +207,7 @@ def test_table_has_what_was_measured() -> None:
     ]
 
 
-def test_page_shows_texts_that_are_no_markdown() -> None:
+def test_page_shows_texts_that_are_no_markdown():
     script = "a=`b`\n```\n\n# c\n"
     sizes = (ScalingSize(nodes=1, state="no | such"), size(2))
     run = scaling.add_speedups(

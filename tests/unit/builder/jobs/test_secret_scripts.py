@@ -45,7 +45,7 @@ def secret_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("runs/*/.imgkit-secret*"))
 
 
-def test_each_start_has_a_private_secret_of_its_own(start: Start, tmp_path: Path) -> None:
+def test_each_start_has_a_private_secret_of_its_own(start, tmp_path):
     seen = []
     for _ in range(2):
         script = start()
@@ -58,7 +58,7 @@ def test_each_start_has_a_private_secret_of_its_own(start: Start, tmp_path: Path
     assert seen[0][1] != seen[1][1]
 
 
-def test_default_acl_of_the_folder_opens_no_secret(start: Start, tmp_path: Path) -> None:
+def test_default_acl_of_the_folder_opens_no_secret(start, tmp_path):
     """It gives the group everything, whatever the umask says."""
     entries = ((0x01, 7), (0x04, 7), (0x20, 5))  # user, group, other
     acl = struct.pack("<I", 2) + b"".join(struct.pack("<HHi", tag, bits, -1) for tag, bits in entries)
@@ -71,7 +71,7 @@ def test_default_acl_of_the_folder_opens_no_secret(start: Start, tmp_path: Path)
     assert str(start().communicate(timeout=20)[0]).startswith("600 32\n")
 
 
-def test_file_of_a_killed_start_is_removed_by_the_next(start: Start, tmp_path: Path) -> None:
+def test_file_of_a_killed_start_is_removed_by_the_next(start, tmp_path):
     (tmp_path / "hold").touch()
     script = start()
     until((tmp_path / "arguments").exists)
@@ -85,7 +85,7 @@ def test_file_of_a_killed_start_is_removed_by_the_next(start: Start, tmp_path: P
     assert secret_files(tmp_path) == [notes], "a file of the user stays"
 
 
-def test_signal_to_the_job_leaves_no_file(start: Start, tmp_path: Path) -> None:
+def test_signal_to_the_job_leaves_no_file(start, tmp_path):
     (tmp_path / "hold").touch()
     script = start()
     until((tmp_path / "arguments").exists)
@@ -95,7 +95,7 @@ def test_signal_to_the_job_leaves_no_file(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("start", ["pbs"], indirect=True)
-def test_script_for_pbs_ends_after_the_launchers(start: Start, tmp_path: Path) -> None:
+def test_script_for_pbs_ends_after_the_launchers(start, tmp_path):
     """PBS kills what is left when the script ends: the launchers could not save."""
     (tmp_path / "hold").touch()
     script = start()

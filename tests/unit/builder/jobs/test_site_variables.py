@@ -99,7 +99,7 @@ def mounts(argv: list[str]) -> list[str]:
     return [argv[number + 1] for number, argument in enumerate(argv) if argument == "--bind"]
 
 
-def test_olivia_starts_what_sigma2_documents(node: Node) -> None:
+def test_olivia_starts_what_sigma2_documents(node):
     variables = roots(node.folder)
     code, errors = node.run("olivia", {"NRIS/GPU": {}, NCCL: variables})
     assert code == 0, errors
@@ -119,7 +119,7 @@ def test_olivia_starts_what_sigma2_documents(node: Node) -> None:
 
 
 @pytest.mark.parametrize(("gpus", "visible"), [(None, "0,1,2,3"), (2, "0,1")])
-def test_only_task_of_a_node_sees_its_gpus(node: Node, gpus: int | None, visible: str) -> None:
+def test_only_task_of_a_node_sees_its_gpus(node, gpus, visible):
     """Slurm of the Jülich Supercomputing Centre shows it one GPU, unless srun inherits the variable."""
     code, errors = node.run("jupiter", {}, gpus=gpus)
     assert code == 0, errors
@@ -129,7 +129,7 @@ def test_only_task_of_a_node_sees_its_gpus(node: Node, gpus: int | None, visible
 
 
 @pytest.mark.parametrize("missing", ROOTS)
-def test_job_without_the_module_ends_by_the_name_of_its_variable(node: Node, missing: str) -> None:
+def test_job_without_the_module_ends_by_the_name_of_its_variable(node, missing):
     variables = roots(node.folder)
     del variables[missing]
     code, errors = node.run("olivia", {"NRIS/GPU": {}, NCCL: variables})
@@ -138,7 +138,7 @@ def test_job_without_the_module_ends_by_the_name_of_its_variable(node: Node, mis
     assert not node.record.exists()
 
 
-def test_value_of_a_module_is_one_word_and_no_command(node: Node) -> None:
+def test_value_of_a_module_is_one_word_and_no_command(node):
     variables = roots(node.folder)
     hostile = node.folder / "a $(touch stolen) `touch stolen`"
     (hostile / "data").mkdir(parents=True)
@@ -149,13 +149,13 @@ def test_value_of_a_module_is_one_word_and_no_command(node: Node) -> None:
     assert not (node.folder / "stolen").exists()
 
 
-def test_variables_that_the_user_names_are_none_of_the_host() -> None:
+def test_variables_that_the_user_names_are_none_of_the_host():
     env = ("PYTHONPATH=/pkgs/site-packages", "PMIX_MCA_gds=hash", "EPOCHS=3")
     assert make_job("olivia", env=env).settings["IMGKIT_KEEP_ENV"] == "PYTHONPATH,PMIX_MCA_gds"
 
 
 @pytest.mark.parametrize("text", ["$5", "$(id)", "`id`", "${X:-y}", '"; id; "', "\\"])
-def test_text_around_a_variable_stays_text(text: str) -> None:
+def test_text_around_a_variable_stays_text(text):
     text_in_shell = quote(quote_with_site_variables(f"$ROOT/{text}"))
     result = subprocess.run(
         ["bash", "-c", f"printf %s {text_in_shell}"],
@@ -178,13 +178,13 @@ def test_text_around_a_variable_stays_text(text: str) -> None:
         "env: {HF_HOME: '$5/x'}",
     ],
 )
-def test_only_names_of_variables_are_allowed(tmp_path: Path, section: str) -> None:
+def test_only_names_of_variables_are_allowed(tmp_path, section):
     recipe = write_recipe(tmp_path, f"image: {{base: 'ubuntu:24.04'}}\nsystem: {{{section}}}\n")
     with pytest.raises(UsageError, match=r"mine\.yaml:2"):
         targets.load_target(recipe)
 
 
-def test_node_replaces_variables_of_system_env() -> None:
+def test_node_replaces_variables_of_system_env():
     facts = SystemFacts(env={"HF_HOME": "$SCRATCH/hf", "TORCH_HOME": "$IMGKIT_JOB_DIR/th", "A": "plain"})
     env = {"SCRATCH": "/scratch/me", "PWD": "/job"}
     assert facts.on_node(env).env == {"HF_HOME": "/scratch/me/hf", "TORCH_HOME": "/job/th", "A": "plain"}

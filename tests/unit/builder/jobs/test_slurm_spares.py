@@ -72,28 +72,28 @@ def slurm_calls(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["0", "1", "85"])
-def test_result_counts_and_not_the_code_of_srun(start: Start, text: str) -> None:
+def test_result_counts_and_not_the_code_of_srun(start, text):
     assert code(start(writes(f"7.0 {text}") + "exit 3\n", NOTHING, NOTHING)) == int(text)
 
 
-def test_task_that_does_not_return_is_ended_after_the_result(start: Start) -> None:
+def test_task_that_does_not_return_is_ended_after_the_result(start):
     script = start(writes("7.0 0"), NOTHING, SLEEPS)
     stdout, _ = script.communicate(timeout=20)
     assert (script.returncode, "ended srun" in stdout) == (0, True)
 
 
-def test_launcher_of_the_head_that_was_killed_ends_the_job(start: Start, tmp_path: Path) -> None:
+def test_launcher_of_the_head_that_was_killed_ends_the_job(start, tmp_path):
     assert code(start("kill -KILL $$\n", NOTHING, SLEEPS)) == 137
     assert slurm_calls(tmp_path) == []
 
 
-def test_result_of_an_earlier_start_is_removed(start: Start, tmp_path: Path) -> None:
+def test_result_of_an_earlier_start_is_removed(start, tmp_path):
     (tmp_path / "runs/mn5-7").mkdir(parents=True)
     (tmp_path / "runs/mn5-7/result").write_text("7.0 0\n")
     assert code(start("exit 3\n", NOTHING, NOTHING)) == 3
 
 
-def test_signal_ends_the_launcher_before_its_task(start: Start, tmp_path: Path) -> None:
+def test_signal_ends_the_launcher_before_its_task(start, tmp_path):
     """Slurm ends what is left of a task whose first process has ended: the launcher could not save.
 
     Here a second signal comes, as from srun when the job script has ended, while the result is being written.
@@ -109,7 +109,7 @@ def test_signal_ends_the_launcher_before_its_task(start: Start, tmp_path: Path) 
     until(lambda: end_file.read_text() == "85\n", within_s=60)
 
 
-def test_node_requeues_the_job_once_slurm_has_given_the_first_node_up(start: Start, tmp_path: Path) -> None:
+def test_node_requeues_the_job_once_slurm_has_given_the_first_node_up(start, tmp_path):
     start(SLEEPS, NOTHING, NOTHING)
     run_dir = tmp_path / "runs/mn5-7"
     until(lambda: bool(list(run_dir.glob(".imgkit-ended.*"))))
@@ -121,7 +121,7 @@ def test_node_requeues_the_job_once_slurm_has_given_the_first_node_up(start: Sta
     until(lambda: "scancel 7" in slurm_calls(tmp_path))  # the stub refuses to requeue, as some sites do
 
 
-def test_slurm_that_does_not_answer_requeues_nothing(start: Start, tmp_path: Path) -> None:
+def test_slurm_that_does_not_answer_requeues_nothing(start, tmp_path):
     (tmp_path / "left").write_text("")
     start(SLEEPS, NOTHING, NOTHING)
     until(lambda: bool(list((tmp_path / "runs/mn5-7").glob(".imgkit-ended.*"))))

@@ -45,9 +45,7 @@ def requeues(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_limit_asks_to_save_and_the_job_is_requeued(
-    start: Start, run_dir: Path, tmp_path: Path, signals: int
-) -> None:
+def test_limit_asks_to_save_and_the_job_is_requeued(start, run_dir, tmp_path, signals):
     (tmp_path / "hold").touch()
     script = start(WAITS + 'touch "$IMGKIT_RUN_DIR/requeue"; exit 85\n')
     until((tmp_path / "started").exists)
@@ -60,7 +58,7 @@ def test_limit_asks_to_save_and_the_job_is_requeued(
     assert (requeues(tmp_path), script.returncode) == (["requeue 7"], 85)
 
 
-def test_job_without_the_request_is_not_requeued(start: Start, run_dir: Path, tmp_path: Path) -> None:
+def test_job_without_the_request_is_not_requeued(start, run_dir, tmp_path):
     script = start(WAITS + 'echo "7.0 85" > "$IMGKIT_RUN_DIR/result"; exit 143\n')
     until((tmp_path / "started").exists)
     script.send_signal(signal.SIGUSR1)
@@ -68,7 +66,7 @@ def test_job_without_the_request_is_not_requeued(start: Start, run_dir: Path, tm
     assert (requeues(tmp_path), script.returncode) == ([], 85)
 
 
-def test_files_of_an_earlier_start_are_removed(start: Start, run_dir: Path, tmp_path: Path) -> None:
+def test_files_of_an_earlier_start_are_removed(start, run_dir, tmp_path):
     run_dir.mkdir(parents=True)
     names = ("requeue", "result", "stop-for-requeue", ".imgkit-secret.0123456789", "requeued", "stop")
     for name in names:
@@ -90,7 +88,7 @@ def test_files_of_an_earlier_start_are_removed(start: Start, run_dir: Path, tmp_
         (143, "", 143),
     ],
 )
-def test_job_ends_with_the_code_of_the_program(start: Start, of_srun: int, result: str, code: int) -> None:
+def test_job_ends_with_the_code_of_the_program(start, of_srun, result, code):
     """A shell may start several programs, of which one has left a result: a failure is the job's."""
     script = start(f"[[ '{result}' ]] && echo '{result}' > \"$IMGKIT_RUN_DIR/result\"\nexit {of_srun}\n")
     _, stderr = script.communicate(timeout=20)
@@ -109,9 +107,7 @@ def set_default_acl(folder: Path) -> None:
 
 @pytest.mark.parametrize("acl", [False, True])
 @pytest.mark.parametrize(("args", "mode"), [((), 0o700), (("--group-readable",), 0o750)])
-def test_run_folder_is_closed_and_its_parent_is_not_changed(
-    start: Start, run_dir: Path, tmp_path: Path, args: tuple[str, ...], mode: int, *, acl: bool
-) -> None:
+def test_run_folder_is_closed_and_its_parent_is_not_changed(start, run_dir, tmp_path, args, mode, *, acl):
     run_dir.parent.mkdir()
     run_dir.parent.chmod(0o2770)
     if acl:
@@ -124,9 +120,7 @@ def test_run_folder_is_closed_and_its_parent_is_not_changed(
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
 @pytest.mark.parametrize("kind", ["link", "folder"])
-def test_run_folder_that_a_stranger_planted_is_refused(
-    start: Start, run_dir: Path, tmp_path: Path, kind: str
-) -> None:
+def test_run_folder_that_a_stranger_planted_is_refused(start, run_dir, tmp_path, kind):
     elsewhere = tmp_path / ".ssh"
     elsewhere.mkdir()
     run_dir.parent.mkdir()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_schedulers import SLURM_FORGOT
@@ -43,7 +42,7 @@ def ended_job(folder: Path, fake_program: FakeProgram) -> EndedJob:
     return end
 
 
-def test_submitted_job_is_known_by_its_id(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_submitted_job_is_known_by_its_id(folder, capfd):
     record = submit.submit_job(submit.prepare("mn5", REQUEST), Transport())
     assert (record.job.id, record.recipe, record.command) == ("4711", "mn5", ("dist-hello",))
     assert records.find_record("4711") == record
@@ -51,7 +50,7 @@ def test_submitted_job_is_known_by_its_id(folder: Path, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
-def test_dry_run_prints_the_bytes_that_are_submitted(folder: Path, call: Any) -> None:
+def test_dry_run_prints_the_bytes_that_are_submitted(folder, call):
     argv = ("mn5", *SITE, "--nodes", "2")
     code, out, err = call("run", *argv, "--dry-run", "--", "dist-hello")
     assert (code, err) == (0, "")
@@ -60,7 +59,7 @@ def test_dry_run_prints_the_bytes_that_are_submitted(folder: Path, call: Any) ->
     assert (folder / "script").read_text() == out
 
 
-def test_array_is_not_followed(folder: Path, call: Any) -> None:
+def test_array_is_not_followed(folder, call):
     code, out, err = call("run", "mn5", *SITE, "--option=--array=0-1", "--", "dist-hello")
     assert (code, out) == (0, "4711\n")
     assert err.splitlines()[-2:] == [
@@ -69,7 +68,7 @@ def test_array_is_not_followed(folder: Path, call: Any) -> None:
     ]
 
 
-def test_warnings_and_a_full_disk_are_notes(folder: Path) -> None:
+def test_warnings_and_a_full_disk_are_notes(folder):
     (folder / "state").write_text("a file where the records would lie")
     report = Notes()
     prepared = submit.prepare("mn5", REQUEST.changed(command=("hostname",)))
@@ -86,21 +85,21 @@ def test_warnings_and_a_full_disk_are_notes(folder: Path) -> None:
         ("mn5", REQUEST.changed(command=(), interactive=True), "the job is interactive", "interactive"),
     ],
 )
-def test_job_in_this_process_is_refused(recipe: str, request_: JobRequest, reason: str, where: str) -> None:
+def test_job_in_this_process_is_refused(recipe, request_, reason, where):
     with pytest.raises(UsageError) as caught:
         submit.submit_job(submit.prepare(recipe, request_), Transport())
     assert caught.value.what == f"{reason}: the run would take place in this process"
     assert caught.value.where == where
 
 
-def test_job_without_its_image_is_refused(folder: Path) -> None:
+def test_job_without_its_image_is_refused(folder):
     (folder / "mn5.sif").rmdir()
     with pytest.raises(UsageError, match="no image"):
         submit.submit_job(submit.prepare("mn5", REQUEST), Transport())
     assert not (folder / "script").exists()
 
 
-def test_output_is_followed_until_the_job_ends(folder: Path, ended_job: EndedJob, call: Any) -> None:
+def test_output_is_followed_until_the_job_ends(folder, ended_job, call):
     """The fake job has written its output when it is looked at first, and is known to have failed."""
     ended_job("FAILED  3:0")
     (folder / "mn5-4711.out").write_text("the output\n")
@@ -115,9 +114,7 @@ def test_output_is_followed_until_the_job_ends(folder: Path, ended_job: EndedJob
     ("error", "count"),
     [("ValueError: ... environment variable RANK expected, but not set", 2), ("ValueError: bad value", 1)],
 )
-def test_hint_at_the_start_is_repeated_where_it_explains_the_end(
-    folder: Path, ended_job: EndedJob, call: Any, error: str, count: int
-) -> None:
+def test_hint_at_the_start_is_repeated_where_it_explains_the_end(folder, ended_job, call, error, count):
     ended_job("FAILED  1:0")
     (folder / "mn5-4711.out").write_text(f"{error}\n")
     code, _, err = call("run", "mn5", *SITE, "--", "python", "train.py")
@@ -147,15 +144,15 @@ def test_hint_at_the_start_is_repeated_where_it_explains_the_end(
     ],
 )
 def test_end_of_memory_is_explained_with_its_size(
-    folder: Path,
-    ended_job: EndedJob,
-    call: Any,
-    state: str,
-    output: str,
-    cause: str,
-    flags: tuple[str, ...],
-    remedy: str,
-) -> None:
+    folder,
+    ended_job,
+    call,
+    state,
+    output,
+    cause,
+    flags,
+    remedy,
+):
     ended_job(state)
     (folder / "mn5-4711.out").write_text(f"{output}\n")
     code, _, err = call("run", "mn5", *SITE, *flags, "--", "dist-hello")
@@ -167,7 +164,7 @@ def test_end_of_memory_is_explained_with_its_size(
         assert "failed with exit code 1; imgkit resume 4711; run folder: " in last_line
 
 
-def test_help_lists_the_usual_options_first(call: Any) -> None:
+def test_help_lists_the_usual_options_first(call):
     text = call("run", "--help")[1]
     usual, advanced = text.split("\nOptions:\n")[1].split("\nAdvanced:\n")
     names = [re.findall(r"^  (?:-\w, )?(--[\w-]+)", part, re.MULTILINE) for part in (usual, advanced)]
@@ -176,9 +173,7 @@ def test_help_lists_the_usual_options_first(call: Any) -> None:
     assert len({*names[0], *names[1]}) == len(names[0]) + len(names[1])
 
 
-def test_api_runs_a_job_and_follows_it(
-    folder: Path, ended_job: EndedJob, fake_program: FakeProgram, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_api_runs_a_job_and_follows_it(folder, ended_job, fake_program, monkeypatch):
     monkeypatch.setattr("imgkit_builder.jobs.job_status.POLL_S", (0.01,))
     fake_program("squeue", "echo '4711  gpu RUNNING, 1 nodes'")
     fake_program("scancel", 'echo "$*" > cancelled')
@@ -198,7 +193,7 @@ def test_api_runs_a_job_and_follows_it(
         job.cancel()
 
 
-def test_api_refuses_what_the_command_refuses(folder: Path) -> None:
+def test_api_refuses_what_the_command_refuses(folder):
     with pytest.raises(UsageError, match="there is no remote 'far'"):
         imgkit.run("mn5", REQUEST, on="far")
     with pytest.raises(UsageError, match="a base is for a remote"):

@@ -78,7 +78,7 @@ def imgkit(work: Path, plugins: Path, *args: str) -> subprocess.CompletedProcess
 JOB = ("./mine.yaml", "--nodes", "2", "--lane", "fast", "--time", "10m", "--", "dist-pi", "a b")
 
 
-def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed: Path) -> None:
+def test_job_of_a_plugin_is_submitted_and_followed(work, example_installed):
     printed = imgkit(work, example_installed, "run", "--dry-run", *JOB).stdout
     result = imgkit(work, example_installed, "run", "--detach", *JOB)
     assert (result.returncode, result.stdout) == (0, "job-7\n")
@@ -90,13 +90,13 @@ def test_job_of_a_plugin_is_submitted_and_followed(work: Path, example_installed
     assert (status["command"], status["output"]) == (["fakeq", "status", "job-7"], "fakeq status job-7\n")
 
 
-def test_flags_of_a_plugin_are_in_the_help(work: Path, example_installed: Path) -> None:
+def test_flags_of_a_plugin_are_in_the_help(work, example_installed):
     text = imgkit(work, example_installed, "run", "--dry-run", "-h").stdout
     assert re.search(r"--lane NAME +fakeq: lane of the queue", text)
     assert "--lane" not in imgkit(work, work, "run", "--dry-run", "-h").stdout
 
 
-def test_flag_of_another_system_is_a_warning(work: Path, example_installed: Path) -> None:
+def test_flag_of_another_system_is_a_warning(work, example_installed):
     result = imgkit(work, example_installed, "run", "--dry-run", "cpu", "--lane", "fast", "--", "dist-pi")
     assert result.returncode == 0
     assert "--lane is not used: " in result.stderr
@@ -104,12 +104,12 @@ def test_flag_of_another_system_is_a_warning(work: Path, example_installed: Path
     assert "--account is not used: The fake (fakeq) has no such flag" in result.stderr
 
 
-def test_plugin_is_a_value_of_the_schema(work: Path, example_installed: Path) -> None:
+def test_plugin_is_a_value_of_the_schema(work, example_installed):
     schema = json.loads(imgkit(work, example_installed, "check", "--schema").stdout)
     assert schema["$defs"]["SystemFacts"]["properties"]["scheduler"]["enum"][-1] == "fakeq"
 
 
-def test_unknown_system_names_the_nearest(work: Path, example_installed: Path) -> None:
+def test_unknown_system_names_the_nearest(work, example_installed):
     (work / "mine.yaml").write_text(RECIPE.replace("fakeq", "fakq"))
     result = imgkit(work, example_installed, "check", "./mine.yaml")
     assert result.returncode == 2
@@ -117,7 +117,7 @@ def test_unknown_system_names_the_nearest(work: Path, example_installed: Path) -
     assert "did you mean fakeq?" in result.stderr
 
 
-def test_job_outlives_its_plugin_with_a_clear_message(work: Path, example_installed: Path) -> None:
+def test_job_outlives_its_plugin_with_a_clear_message(work, example_installed):
     assert imgkit(work, example_installed, "run", "--detach", *JOB).returncode == 0
     result = imgkit(work, work, "status", "job-7")
     assert result.returncode == 2
@@ -178,7 +178,7 @@ def plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_broken_plugin_is_named_and_breaks_no_other(work: Path, plugins: Path, case: str) -> None:
+def test_broken_plugin_is_named_and_breaks_no_other(work, plugins, case):
     body, message = BROKEN[case]
     plugin(plugins, body)
     installed = systems.load_systems()
@@ -195,7 +195,7 @@ def refused(work: Path) -> ToolFailed:
     return caught.value
 
 
-def test_broken_plugin_gives_no_traceback(work: Path, tmp_path: Path) -> None:
+def test_broken_plugin_gives_no_traceback(work, tmp_path):
     broken = plugin(tmp_path / "broken", "import no_such_module\n")
     result = imgkit(work, broken, "run", "--dry-run", "./mine.yaml", "--", "dist-pi")
     assert result.returncode == 4
@@ -212,7 +212,7 @@ def test_broken_plugin_gives_no_traceback(work: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["slurm", "standalone", "kubeflow"])
-def test_name_of_a_shipped_system_is_refused(plugins: Path, name: str) -> None:
+def test_name_of_a_shipped_system_is_refused(plugins, name):
     plugin(plugins, PLUGIN, name=name)
     installed = systems.load_systems()
     assert set(installed.systems) == set(registry.SHIPPED)
@@ -221,7 +221,7 @@ def test_name_of_a_shipped_system_is_refused(plugins: Path, name: str) -> None:
     assert "imgkit_builder.jobs.systems" in type(systems.get_system(name)).__module__
 
 
-def test_two_plugins_of_one_name_are_refused(work: Path, plugins: Path) -> None:
+def test_two_plugins_of_one_name_are_refused(work, plugins):
     plugin(plugins, PLUGIN)
     plugin(plugins, PLUGIN, distribution="other-dist")
     error = refused(work)
@@ -229,7 +229,7 @@ def test_two_plugins_of_one_name_are_refused(work: Path, plugins: Path) -> None:
     assert sorted((error.where or "").split(" and ")) == ["fakeq-dist 1.0", "other-dist 1.0"]
 
 
-def test_two_plugins_with_one_flag_are_refused(plugins: Path) -> None:
+def test_two_plugins_with_one_flag_are_refused(plugins):
     plugin(plugins, PLUGIN)
     plugin(plugins, PLUGIN, name="other", distribution="other-dist")
     installed = systems.load_systems()
@@ -255,7 +255,7 @@ SYSTEM = Checked()
 """
 
 
-def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
+def test_plugin_checks_the_recipe(work, plugins):
     plugin(plugins, PLUGIN + CHECKED)
     file = work / "mine.yaml"
     assert load(file).warnings == ()
@@ -271,7 +271,7 @@ def test_plugin_checks_the_recipe(work: Path, plugins: Path) -> None:
 
 
 @pytest.mark.parametrize(("alias", "system"), [("Grid", "fakeq"), ("torque", "pbs"), ("OpenMPI", "mpi")])
-def test_alias_names_its_system(work: Path, plugins: Path, alias: str, system: str) -> None:
+def test_alias_names_its_system(work, plugins, alias, system):
     plugin(plugins, PLUGIN + CHECKED)
     (work / "mine.yaml").write_text(RECIPE.replace("fakeq", alias))
     with pytest.raises(RecipeErrors, match=f"did you mean {system}"):

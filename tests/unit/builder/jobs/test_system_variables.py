@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import stored_images
 import yaml
-from file_tree import FakeProgram, write_program
+from file_tree import write_program
 from job_builder import MANIFEST, make_job, make_script, write_recipe
 
 from imgkit_builder.base.progress import Silent
@@ -52,7 +52,7 @@ def on_site(folder: Path, scheduler: str = "slurm", **fields: Any) -> dict[str, 
 
 
 @pytest.mark.parametrize("runtime", ["singularity", "pyxis", "host"])
-def test_script_sets_what_the_user_does_not(tmp_path: Path, runtime: str) -> None:
+def test_script_sets_what_the_user_does_not(tmp_path, runtime):
     script = make_script(**on_site(tmp_path, runtime=runtime)).text
     write_program(tmp_path / "srun", SRUN)
     write_program(tmp_path / "singularity", SINGULARITY)
@@ -64,7 +64,7 @@ def test_script_sets_what_the_user_does_not(tmp_path: Path, runtime: str) -> Non
     assert result.stdout.splitlines() == [TEXT, "flag", "mine", f"{tmp_path}/hf"], result.stderr
 
 
-def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
+def test_docker_gets_what_the_user_does_not_set(tmp_path):
     file = tmp_path / "tokens"
     file.write_text("USERS=mine\n")
     site = on_site(tmp_path, "standalone", runtime="docker", image="a:1", env_file=file)
@@ -78,13 +78,13 @@ def test_docker_gets_what_the_user_does_not_set(tmp_path: Path) -> None:
     assert values == {f"TEXT={TEXT}", "FLAG=flag", f"HF_HOME={tmp_path}/hf", "NCCL_SOCKET_IFNAME=hsn0"}
 
 
-def test_dist_commands_read_the_variables_in_the_image(tmp_path: Path) -> None:
+def test_dist_commands_read_the_variables_in_the_image(tmp_path):
     script = make_script(**on_site(tmp_path, command=("dist-run", "a.py"))).text
     assert "TEXT" not in script
     assert "HF_HOME" not in script
 
 
-def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
+def test_shell_of_a_job_gets_the_variables(tmp_path):
     job = make_job(**on_site(tmp_path, command=("dist-run", "a.py")))
     line = runtime_of(job).shell_line(job)
     assert f"export IMGKIT_JOB_DIR={shlex.quote(str(tmp_path))} && " in line
@@ -93,9 +93,7 @@ def test_shell_of_a_job_gets_the_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.programs("mksquashfs")
-def test_shell_on_this_machine_can_have_them(
-    call: Any, fake_program: FakeProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_shell_on_this_machine_can_have_them(call, fake_program, tmp_path, monkeypatch):
     facts = SystemFacts(env={"HF_HOME": "/recipe", "USERS": "recipe"})
     texts = {MANIFEST_JSON: manifest.to_json(MANIFEST), str(SYSTEM_JSON): system.to_json(facts)}
     files = []
@@ -112,7 +110,7 @@ def test_shell_on_this_machine_can_have_them(
     assert "HF_HOME" not in call("shell", str(sif), "--dry-run")[1]
 
 
-def test_interfaces_of_other_nodes_are_left_out(tmp_path: Path) -> None:
+def test_interfaces_of_other_nodes_are_left_out(tmp_path):
     for queue in ("", "other"):
         job = make_job(**on_site(tmp_path, queue=queue))
         assert ("NCCL_SOCKET_IFNAME" in runtime_of(job).system_variables(job)) == (queue == "")
@@ -124,7 +122,7 @@ def rcp(tmp_path: Path) -> Path:
     return write_recipe(tmp_path, "extends: rcp\nsystem:\n  env:\n    HF_HOME: $SCRATCH/hf\n")
 
 
-def test_pods_get_the_variables_of_their_system(rcp: Path) -> None:
+def test_pods_get_the_variables_of_their_system(rcp):
     program: dict[str, Any] = {"command": ("python", "a.py"), "image": "r/i:1", "env": ("HF_HOME=/mine",)}
     assert "-e NCCL_NSOCKS_PERTHREAD=8 " in make_script(rcp, **program).text
     kubeflow = make_script(rcp, PodFlags(format="pytorchjob"), **program).text
@@ -133,7 +131,7 @@ def test_pods_get_the_variables_of_their_system(rcp: Path) -> None:
     assert '{"name": "HF_HOME", "value": "/mine"}' in text
 
 
-def test_pods_refuse_a_value_that_only_a_shell_replaces(rcp: Path) -> None:
+def test_pods_refuse_a_value_that_only_a_shell_replaces(rcp):
     with pytest.raises(UsageError) as caught:
         make_script(rcp, command=("python", "a.py"), image="r/i:1")
     assert str(caught.value) == (

@@ -23,7 +23,7 @@ def extend(tmp_path: Path) -> Any:
     return lambda parent: write_recipe(tmp_path, text.format(parent))
 
 
-def test_workdir_of_a_recipe_holds_under_docker_and_singularity(extend: Any) -> None:
+def test_workdir_of_a_recipe_holds_under_docker_and_singularity(extend):
     target = extend("cpu")
     docker = make_script(target).submit
     assert docker[docker.index("--workdir") + 1] == "/workspace/mine"
@@ -39,7 +39,7 @@ def test_workdir_of_a_recipe_holds_under_docker_and_singularity(extend: Any) -> 
     assert "export IMGKIT_JOB_DIR=/w\n" in script
 
 
-def test_flag_wins_over_recipe_and_code(extend: Any, tmp_path: Path) -> None:
+def test_flag_wins_over_recipe_and_code(extend, tmp_path):
     assert make_job(extend("cpu"), workdir="/srv").container.workdir == "/srv"
     code: dict[str, Any] = {"runtime": "singularity", "code": tmp_path}
     for recipe in ("cpu", extend("cpu")):
@@ -47,7 +47,7 @@ def test_flag_wins_over_recipe_and_code(extend: Any, tmp_path: Path) -> None:
         assert make_job(recipe, **code, workdir=".").container.workdir == ""
 
 
-def test_run_without_container_has_no_workdir(extend: Any) -> None:
+def test_run_without_container_has_no_workdir(extend):
     host_job = make_job(extend("cpu"), runtime="host")
     assert (host_job.container.workdir, "IMGKIT_JOB_DIR" in host_job.settings) == ("", False)
     with pytest.raises(UsageError, match="has no container") as caught:
@@ -55,7 +55,7 @@ def test_run_without_container_has_no_workdir(extend: Any) -> None:
     assert "--directory" in (caught.value.hint or "")
 
 
-def test_docker_warns_that_files_in_the_image_are_lost(extend: Any) -> None:
+def test_docker_warns_that_files_in_the_image_are_lost(extend):
     recipe = extend("cpu")
     (warning,) = make_job(recipe).warnings
     assert "are lost with the container" in warning
@@ -67,7 +67,7 @@ def test_docker_warns_that_files_in_the_image_are_lost(extend: Any) -> None:
     ("options", "start"),
     [({}, "/workspace/mine"), ({"workdir": "."}, "/data/me"), ({"workdir": "/srv"}, "/srv")],
 )
-def test_pods_start_there_too(extend: Any, options: dict[str, str], start: str) -> None:
+def test_pods_start_there_too(extend, options, start):
     texts = {"runai": f"--working-dir {start} ", "pytorchjob": f"workingDir: {start}\n"}
     texts["trainjob"] = f"--chdir={start}\n"
     pods = {"image": "r/x:1", "directory": Path("/data/me"), "nodes": "2", **options}
@@ -82,7 +82,7 @@ def run_on_node(options: dict[str, Any], *command: str) -> subprocess.CompletedP
     return subprocess.run(argv, capture_output=True, text=True, check=False)
 
 
-def test_node_without_a_folder_is_named(tmp_path: Path) -> None:
+def test_node_without_a_folder_is_named(tmp_path):
     missing = tmp_path / "it's $(not) here"
     result = run_on_node({"binds": (f"{tmp_path}:/in", f"{missing}:/b:ro")}, "echo", "started")
     assert (result.returncode, result.stdout) == (2, "")
@@ -92,12 +92,12 @@ def test_node_without_a_folder_is_named(tmp_path: Path) -> None:
     )
 
 
-def test_secret_that_a_node_lacks_is_named(tmp_path: Path) -> None:
+def test_secret_that_a_node_lacks_is_named(tmp_path):
     result = run_on_node({"secret_file": tmp_path / "secret"}, "echo", "started")
     assert f"has no {tmp_path}/secret," in result.stderr
 
 
-def test_command_starts_with_its_arguments(tmp_path: Path) -> None:
+def test_command_starts_with_its_arguments(tmp_path):
     result = run_on_node({"binds": (str(tmp_path),)}, "printf", "%s|", "--", "a b", "$c", "")
     assert (result.returncode, result.stdout) == (0, "--|a b|$c||")
 
@@ -124,7 +124,7 @@ def hosts(names: str = "a,b", start: Any = "agents") -> dict[str, Any]:
         ("cpu", SHELL, 1),
     ],
 )
-def test_each_start_looks_before_the_container(recipe: str, options: dict[str, Any], looks: int) -> None:
+def test_each_start_looks_before_the_container(recipe, options, looks):
     script = make_script(recipe, binds=("/data/v1:/in:ro",), **options)
     lines = [line for line in script.text.splitlines() if "torch.distributed.launch" not in line]
     assert "\n".join(lines).count("/data/v1 -- ") == looks
@@ -132,11 +132,11 @@ def test_each_start_looks_before_the_container(recipe: str, options: dict[str, A
         assert line.index("/data/v1 -- ") < line.index("/data/v1:/in:ro")
 
 
-def test_job_that_mounts_nothing_has_no_look() -> None:
+def test_job_that_mounts_nothing_has_no_look():
     assert systems.with_folder_check(make_job(), ("x",)) == ("x",)
 
 
-def test_pyxis_looks_in_a_step_of_its_own() -> None:
+def test_pyxis_looks_in_a_step_of_its_own():
     script = make_script(binds=("/data:/in:ro",), runtime="pyxis", image="ubuntu").text
     text = " ".join(script.replace("\\\n", " ").split())
     look, _, start = text.partition(" sh /data -- sh -c ")

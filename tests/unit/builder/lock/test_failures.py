@@ -146,19 +146,19 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_failure_is_an_error_at_its_line(recipe: Recipe, name: str) -> None:
+def test_failure_is_an_error_at_its_line(recipe, name):
     step, output, expected = FAILURES[name]
     error = explain_failure(recipe, Unresolved(step, output=output), log="build.log")
     assert f"{type(error).__name__}: {error}" == f"{expected}     full log: build.log"
 
 
-def test_package_without_wheel_names_its_line_and_the_remedy(recipe: Recipe) -> None:
+def test_package_without_wheel_names_its_line_and_the_remedy(recipe):
     error = explain_failure(recipe, Unresolved(0, "no wheel", "x==1, flash-attn==2.5.5"), log="")
     _, remedy, *_ = NO_WHEEL.split("\n")
     assert str(error) == f"mine.yaml:10: no wheel\n{remedy}"
 
 
 @pytest.mark.parametrize("text", ["", "pip\nx", "-2\nx", "99999\nx", "٣\nx"])
-def test_failure_of_no_step_is_refused(text: str) -> None:
+def test_failure_of_no_step_is_refused(text):
     with pytest.raises(ValueError, match="the failure names no step of a recipe"):
         read_failure(text)

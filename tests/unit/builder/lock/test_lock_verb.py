@@ -63,25 +63,25 @@ def resolution(recipe: Recipe, **fields: Any) -> Resolution:
     ids=["stay", "upgrade of two", "upgrade of all"],
 )
 def test_locked_versions_stay_unless_they_are_upgraded(
-    recipe: Recipe,
-    packages: LockedPlatform,
-    options: LockOptions,
-    pins: dict[str, str],
-    debs: list[list[str]],
-) -> None:
+    recipe,
+    packages,
+    options,
+    pins,
+    debs,
+):
     context = resolve.pack_request(resolution(recipe, old=packages, options=options))
     content = json.loads(own_file(context, "imgkit/lock/settings.json"))
     assert (content["steps"]["0"]["pins"], content["debs"]) == (pins, debs)
 
 
-def test_base_is_asked_with_the_constraints_of_a_build(recipe: Recipe) -> None:
+def test_base_is_asked_with_the_constraints_of_a_build(recipe):
     context = resolve.pack_request(resolution(recipe))
     arguments = context.dockerfile.partition("inside.py 0 install")[2]
     assert "--constraint /opt/imgkit/constraint.txt" in arguments
     assert "python3 -m pip list --format=freeze" in context.dockerfile
 
 
-def test_changes_are_named_old_and_new(packages: LockedPlatform) -> None:
+def test_changes_are_named_old_and_new(packages):
     new = dataclasses.replace(
         packages, pip=(locked_wheel("einops", "0.8.2"), locked_wheel("rich", "1.0")), apt=()
     )
@@ -94,14 +94,12 @@ def test_changes_are_named_old_and_new(packages: LockedPlatform) -> None:
     ]
 
 
-def test_time_alone_is_no_change(packages: LockedPlatform) -> None:
+def test_time_alone_is_no_change(packages):
     assert changes.is_same(packages, dataclasses.replace(packages, source_date_epoch=5))
     assert not changes.is_same(None, packages)
 
 
-def test_files_lie_beside_the_lock_and_old_ones_go(
-    recipe: Recipe, packages: LockedPlatform, tmp_path: Path
-) -> None:
+def test_files_lie_beside_the_lock_and_old_ones_go(recipe, packages, tmp_path):
     file = lock_file.lock_path(recipe)
     kept = tmp_path / "mine.lock.files"
     lock = None
@@ -116,9 +114,7 @@ def test_files_lie_beside_the_lock_and_old_ones_go(
         assert [path.name for path in kept.iterdir()] == [wheel.file]
 
 
-def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(
-    recipe: Recipe, packages: LockedPlatform
-) -> None:
+def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(recipe, packages):
     forged = dataclasses.replace(
         packages, pip=(dataclasses.replace(packages.pip[0], url="https://${HOME}/a.whl"),)
     )
@@ -127,15 +123,13 @@ def test_answer_of_a_base_that_no_lock_may_hold_is_not_written(
     assert not lock_file.lock_path(recipe).exists()
 
 
-def test_missing_kept_wheel_is_named(recipe: Recipe, packages: LockedPlatform) -> None:
+def test_missing_kept_wheel_is_named(recipe, packages):
     packages = dataclasses.replace(packages, pip=(locked_wheel("einops", "0.8.1", kept=True),))
     with pytest.raises(UsageError, match=r"einops-0\.8\.1-py3-none-any\.whl is missing"):
         resolve.find_kept_wheels(lock_file.lock_path(recipe), packages)
 
 
-def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
-    recipe: Recipe, call: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(recipe, call, monkeypatch):
     monkeypatch.setattr("os.access", lambda *_: False)
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:9")
     code, _, err = call("lock", str(recipe.file))
@@ -143,9 +137,7 @@ def test_folder_that_cannot_be_written_is_named_before_the_base_is_asked(
     assert err.startswith(f"imgkit: {recipe.file.parent}: no permission to write the lock here\n")
 
 
-def test_lock_that_fits_the_recipe_passes_its_check(
-    recipe: Recipe, packages: LockedPlatform, call: Any
-) -> None:
+def test_lock_that_fits_the_recipe_passes_its_check(recipe, packages, call):
     resolve.write_lock(recipe, lock_file.lock_path(recipe), None, packages, None)
     assert call("lock", str(recipe.file), "--check", "--platform", "linux/amd64")[0] == 0
 
@@ -154,9 +146,7 @@ def test_lock_that_fits_the_recipe_passes_its_check(
     ("answer", "fault"),
     [("[1]", "cannot be read: "), (None, "is missing: ")],
 )
-def test_wrong_answer_names_the_log(
-    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str | None, fault: str
-) -> None:
+def test_wrong_answer_names_the_log(recipe, tmp_path, monkeypatch, answer, fault):
     def store_files(engine: object, ref: str, source: str, folder: Path, **_: object) -> None:
         (folder / "apt.txt").write_text("")
         if answer is not None:

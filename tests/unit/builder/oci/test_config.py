@@ -18,7 +18,7 @@ def config(**fields: object) -> bytes:
     return json.dumps({"architecture": "amd64", "os": "linux", "rootfs": rootfs, **fields}).encode()
 
 
-def test_configuration_without_a_system_is_read() -> None:
+def test_configuration_without_a_system_is_read():
     image_config = parse_config(config(os=None), where="x.tar")
     assert (image_config.os, image_config.arch) == ("", "amd64")
 
@@ -26,12 +26,12 @@ def test_configuration_without_a_system_is_read() -> None:
 @pytest.mark.parametrize(
     "fields", [{"architecture": FORGED}, {"architecture": "../x"}, {"architecture": 7}, {"os": FORGED}]
 )
-def test_system_that_is_no_word_is_refused(fields: dict[str, object]) -> None:
+def test_system_that_is_no_word_is_refused(fields):
     with pytest.raises(CheckFailed, match="its image configuration cannot be read"):
         parse_config(config(**fields), where="x.tar")
 
 
-def test_architecture_without_a_number_makes_no_sif() -> None:
+def test_architecture_without_a_number_makes_no_sif():
     with pytest.raises(CheckFailed, match=r"no \.sif can be for the architecture 'loong64'") as caught:
         objects.make_metadata(parse_config(config(architecture="loong64"), where="x.tar"))
     assert "riscv64" in str(caught.value)

@@ -13,9 +13,7 @@ from imgkit_builder.oci import platform
     ("machine", "arch"),
     [("x86_64", "amd64"), ("AMD64", "amd64"), ("aarch64", "arm64"), ("arm64", "arm64"), ("s390x", "s390x")],
 )
-def test_kernels_word_becomes_the_images_word(
-    monkeypatch: pytest.MonkeyPatch, machine: str, arch: str
-) -> None:
+def test_kernels_word_becomes_the_images_word(monkeypatch, machine, arch):
     monkeypatch.setattr("platform.machine", lambda: machine)
     assert platform.host_arch() == arch
     assert platform.host_platform() == f"linux/{arch}"
@@ -33,7 +31,7 @@ def test_kernels_word_becomes_the_images_word(
         ("enabled\ninterpreter /q\nflags: POF\n", ""),
     ],
 )
-def test_handler_must_be_enabled_and_fixed(tmp_path: Path, content: str | None, fault: str) -> None:
+def test_handler_must_be_enabled_and_fixed(tmp_path, content, fault):
     folder = tmp_path / "proc/sys/fs/binfmt_misc"
     folder.mkdir(parents=True)
     if content is not None:

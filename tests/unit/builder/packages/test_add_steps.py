@@ -70,7 +70,7 @@ def add_there(there: Path, machine: ImageMachine) -> Add:
     return run
 
 
-def test_wheels_of_this_machine_are_sent(there: Path, wheels: Path, add_there: Add) -> None:
+def test_wheels_of_this_machine_are_sent(there, wheels, add_there):
     added = add_there(wheels=wheels)
     assert added.path == there / "x+1.sqsh"
     assert b"lib-1.0.dist-info\nlib.py\n" in added.path.read_bytes()
@@ -80,17 +80,13 @@ def test_wheels_of_this_machine_are_sent(there: Path, wheels: Path, add_there: A
     assert sorted(path.name for path in there.iterdir()) == ["x+1.sqsh", "x.sif"]
 
 
-def test_requirements_file_is_sent_with_those_that_it_names(
-    wheels: Path, tmp_path: Path, add_there: Add
-) -> None:
+def test_requirements_file_is_sent_with_those_that_it_names(wheels, tmp_path, add_there):
     file = write_files(tmp_path, {"all.txt": "-r base.txt\nother\n", "base.txt": "lib\n"}) / "all.txt"
     added = add_there(requirements=(), requirements_file=file, wheels=wheels)
     assert [package.name for package in added.record.packages] == ["lib", "other"]
 
 
-def test_project_is_sent_without_its_environment(
-    machine: ImageMachine, tmp_path: Path, add_there: Add
-) -> None:
+def test_project_is_sent_without_its_environment(machine, tmp_path, add_there):
     project = write_files(tmp_path / "project", {".venv/large": "", "lib.py": ""})
     tars = []
 
@@ -109,9 +105,7 @@ def test_project_is_sent_without_its_environment(
     assert not any("large" in name for name in names)
 
 
-def test_modules_are_words_and_no_shell_text(
-    machine: ImageMachine, wheels: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, add_there: Add
-) -> None:
+def test_modules_are_words_and_no_shell_text(machine, wheels, tmp_path, monkeypatch, add_there):
     (tmp_path / ".bash_profile").write_text(
         f'PATH={os.environ["PATH"]}\nmodule() {{ echo "$*" > loaded; }}\n'
     )
@@ -122,9 +116,7 @@ def test_modules_are_words_and_no_shell_text(
     assert not (tmp_path / "ran").exists()
 
 
-def test_equal_request_installs_nothing(
-    tmp_path: Path, wheels: Path, fake_program: FakeProgram, add_there: Add
-) -> None:
+def test_equal_request_installs_nothing(tmp_path, wheels, fake_program, add_there):
     requirements = (f"lib @ file://{write_wheel(tmp_path, 'lib', '1.0')}",)
     assert not add_there(requirements=requirements).up_to_date
     fake_program("singularity", "exit 1")
@@ -140,7 +132,7 @@ def test_equal_request_installs_nothing(
     assert record.read(output) == added.record
 
 
-def test_failure_of_pip_leaves_nothing(there: Path, wheels: Path, add_there: Add) -> None:
+def test_failure_of_pip_leaves_nothing(there, wheels, add_there):
     with pytest.raises(UsageError, match="there is no nothing-like-it for Python 3"):
         add_there(requirements=("nothing-like-it",), wheels=wheels)
     assert [path.name for path in there.iterdir()] == ["x.sif"]
@@ -159,9 +151,7 @@ def test_failure_of_pip_leaves_nothing(there: Path, wheels: Path, add_there: Add
         ("FATAL: something new", "singularity failed with exit code 255", "FATAL: something new\nfull log: "),
     ],
 )
-def test_image_that_does_not_start_is_explained(
-    there: Path, fake_program: FakeProgram, add_there: Add, printed: str, message: str, hint: str
-) -> None:
+def test_image_that_does_not_start_is_explained(there, fake_program, add_there, printed, message, hint):
     fake_program("singularity", f"echo '{printed}'; exit 255")
     with pytest.raises((UsageError, ToolFailed), match=message) as caught:
         add_there()
@@ -169,7 +159,7 @@ def test_image_that_does_not_start_is_explained(
     assert [path.name for path in there.iterdir()] == ["x.sif"]
 
 
-def test_second_command_is_refused(there: Path, wheels: Path, add_there: Add) -> None:
+def test_second_command_is_refused(there, wheels, add_there):
     folder = there / ".packages.x+1.sqsh"
     folder.mkdir()
     with (folder / "lock").open("w") as lock:
@@ -181,7 +171,7 @@ def test_second_command_is_refused(there: Path, wheels: Path, add_there: Add) ->
     assert not folder.exists()
 
 
-def test_machine_without_mksquashfs_is_refused(machine: ImageMachine, add_there: Add) -> None:
+def test_machine_without_mksquashfs_is_refused(machine, add_there):
     def run(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
         # The folders of mksquashfs on this machine cannot be left out of PATH.
         return machine.run(script.replace("command -v mksquashfs", "false"), args, data)
@@ -190,6 +180,6 @@ def test_machine_without_mksquashfs_is_refused(machine: ImageMachine, add_there:
         add_there(dataclasses.replace(machine, run=run))
 
 
-def test_relative_image_of_a_remote_is_refused(add_there: Add) -> None:
+def test_relative_image_of_a_remote_is_refused(add_there):
     with pytest.raises(UsageError, match=r"'x\.sif' is not a path on the remote"):
         add_there(image=Path("x.sif"))

@@ -100,9 +100,7 @@ NUMPY = "    The user requested numpy>=2\n    The user requested (constraint) nu
         ),
     ],
 )
-def test_failure_of_pip_is_explained(
-    failure: str, output: str, kind: type[ImgkitError], what: str, hint: str
-) -> None:
+def test_failure_of_pip_is_explained(failure, output, kind, what, hint):
     error = explain(output, failure)
     assert type(error) is kind
     assert error.what == what
@@ -110,7 +108,7 @@ def test_failure_of_pip_is_explained(
     assert ("--replace" in f"{error.hint}") == ("--replace" in hint)
 
 
-def test_wheels_are_downloaded_for_the_image() -> None:
+def test_wheels_are_downloaded_for_the_image():
     platform = "-d wheels --platform manylinux_2_28_x86_64 --python-version 3.10.12 einops"
     assert platform in (explain(NO_NETWORK).hint or "")
     assert (explain(NO_NETWORK, remote="mn5").hint or "").partition("; or ")[0].endswith("wheels --on mn5")

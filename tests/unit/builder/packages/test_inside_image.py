@@ -81,7 +81,7 @@ def add(tmp_path: Path, site: Path, wheels: Path) -> Add:
     return run
 
 
-def test_local_prerelease_counts_as_its_release(tmp_path: Path, add: Add) -> None:
+def test_local_prerelease_counts_as_its_release(tmp_path, add):
     answer = add("modern")
     assert [(item["name"], item["version"]) for item in answer["packages"]] == [("modern", "1.0")]
     assert len(answer["packages"][0]["sha256"]) == 64
@@ -89,7 +89,7 @@ def test_local_prerelease_counts_as_its_release(tmp_path: Path, add: Add) -> Non
     assert (tmp_path / "add/root/modern.py").exists()
 
 
-def test_torch_of_the_image_is_not_replaced(tmp_path: Path, add: Add) -> None:
+def test_torch_of_the_image_is_not_replaced(tmp_path, add):
     answer = add("stale")
     assert answer["failure"] == "pip"
     assert "stale 1.0 depends on torch<2.3" in answer["output"]
@@ -97,16 +97,16 @@ def test_torch_of_the_image_is_not_replaced(tmp_path: Path, add: Add) -> None:
     assert not (tmp_path / "add/root").exists()
 
 
-def test_other_package_is_replaced_by_name(add: Add) -> None:
+def test_other_package_is_replaced_by_name(add):
     assert {item["name"] for item in add("young", replace=("NumPy",))["packages"]} == {"numpy", "young"}
 
 
-def test_package_of_the_image_is_a_constraint(add: Add) -> None:
+def test_package_of_the_image_is_a_constraint(add):
     assert "(constraint) numpy==1.24.4" in add("young")["output"]
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])
-def test_nothing_replaces_torch_and_its_pins(add: Add, name: str) -> None:
+def test_nothing_replaces_torch_and_its_pins(add, name):
     answer = add("modern", replace=(name,))
     assert (answer["failure"], answer["output"]) == ("protected", name)
 
@@ -120,9 +120,7 @@ def bare_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(not UV.exists(), reason="uv is not beside this Python")
-def test_uv_fetches_pip_where_the_image_has_none(
-    tmp_path: Path, wheels: Path, add: Add, bare_python: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_uv_fetches_pip_where_the_image_has_none(tmp_path, wheels, add, bare_python, monkeypatch):
     monkeypatch.setenv("PATH", str(UV.parent), prepend=os.pathsep)
     # Debian's ensurepip takes its wheels from a folder of the distribution.
     bundled = sysconfig.get_config_var("WHEEL_PKG_DIR") or Path(ensurepip.__file__).parent / "_bundled"
@@ -133,8 +131,6 @@ def test_uv_fetches_pip_where_the_image_has_none(
     assert [path.name for path in (tmp_path / "add/root").iterdir() if path.name.startswith("pip")] == []
 
 
-def test_image_without_pip_and_uv_has_none(
-    add: Add, bare_python: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_without_pip_and_uv_has_none(add, bare_python, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert add("modern", python=bare_python)["failure"] == "no pip"

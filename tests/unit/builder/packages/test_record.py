@@ -41,20 +41,20 @@ def file(tmp_path: Path) -> Path:
     return file
 
 
-def test_record_is_read_back(file: Path) -> None:
+def test_record_is_read_back(file):
     stored = record.read(file)
     assert dataclasses.replace(stored, squashfs_sha256="") == RECORD
     assert record.squashfs_sha256(file) == stored.squashfs_sha256
 
 
-def test_changed_record_is_refused(file: Path) -> None:
+def test_changed_record_is_refused(file):
     file.write_bytes(file.read_bytes().replace(b"0.8.1", b"0.8.2"))
     with pytest.raises(CheckFailed, match="its record cannot be read"):
         record.read(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"hsqs"])
-def test_file_without_a_record_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_file_without_a_record_is_refused(tmp_path, content):
     file = tmp_path / "image.sqsh"
     file.write_bytes(content)
     with pytest.raises(UsageError, match="imgkit add did not write this file"):
@@ -62,7 +62,7 @@ def test_file_without_a_record_is_refused(tmp_path: Path, content: bytes) -> Non
 
 
 @pytest.mark.parametrize("size", [0, 10, 70_000, 200_000])
-def test_digest_of_an_image_is_that_of_jobs(tmp_path: Path, size: int) -> None:
+def test_digest_of_an_image_is_that_of_jobs(tmp_path, size):
     image = tmp_path / "x.sif"
     image.write_bytes(os.urandom(size))
     script = record.digest_command("$1")
@@ -76,11 +76,11 @@ def refuse_unfit(*records: PackagesRecord, digests: Sequence[str] = ("d2", "")) 
 
 
 @pytest.mark.parametrize("digest", ["d1", "sha256:1"])
-def test_image_is_known_by_either_digest(digest: str) -> None:
+def test_image_is_known_by_either_digest(digest):
     refuse_unfit(RECORD, RECORD, digests=[digest])  # one package may be in two files
 
 
-def test_packages_fit_an_image_that_was_packed_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_fit_an_image_that_was_packed_again(file, monkeypatch):
     image = file.with_name("again.sif")
     image.touch()
     with pytest.raises(UsageError, match="was made for another image"):
@@ -90,13 +90,13 @@ def test_packages_fit_an_image_that_was_packed_again(file: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("image_id", ["sha256:1", ""])  # an image without an id matches no other
-def test_other_image_is_refused_with_the_command(image_id: str) -> None:
+def test_other_image_is_refused_with_the_command(image_id):
     with pytest.raises(UsageError, match="was made for another image, pytorch") as caught:
         refuse_unfit(dataclasses.replace(RECORD, image_id=image_id))
     assert caught.value.hint == "imgkit add einops 'omegaconf>=2.3' --image new.sif -o a.sqsh"
 
 
-def test_two_versions_of_a_package_are_refused() -> None:
+def test_two_versions_of_a_package_are_refused():
     other = dataclasses.replace(RECORD, packages=(dataclasses.replace(EINOPS, name="Einops", version="1"),))
     with pytest.raises(UsageError, match=re.escape("einops is 0.8.1 in a.sqsh, and 1 in b.sqsh")):
         refuse_unfit(RECORD, other, digests=["d1"])

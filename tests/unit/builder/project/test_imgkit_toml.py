@@ -51,7 +51,7 @@ def written(text: str, folder: Path = Path(), recipe: str = RECIPE) -> Path:
     return file.absolute()
 
 
-def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
+def test_every_key_is_read_with_its_line(tmp_path):
     project = toml_file.read_file(written(FULL, tmp_path))
     assert project.values == ProjectValues(
         remote="mn5",
@@ -70,19 +70,19 @@ def test_every_key_is_read_with_its_line(tmp_path: Path) -> None:
     assert {key: position.line for key, position in project.positions.items()} == lines
 
 
-def test_variable_of_a_flag_replaces_that_of_the_file(tmp_path: Path) -> None:
+def test_variable_of_a_flag_replaces_that_of_the_file(tmp_path):
     project = toml_file.read_file(written(FULL, tmp_path))
     request = origins.fill_from_file(JobRequest.of(env=("HOME=/x", "B")), project)
     assert request.container.env == ("A=1", "HOME=/x", "B")  # and not the value of HOME from here
 
 
-def test_huge_file_is_refused(tmp_path: Path) -> None:
+def test_huge_file_is_refused(tmp_path):
     with pytest.raises(UsageError) as caught:
         toml_file.read_file(written("\n" * 501, tmp_path))
     assert caught.value.what == "cannot be read: it has more than 500 lines"
 
 
-def test_nearest_file_of_the_repository_counts(tmp_path: Path) -> None:
+def test_nearest_file_of_the_repository_counts(tmp_path):
     below = tmp_path / "repository/src/deep"
     below.mkdir(parents=True)
     written("account = 'outside'", tmp_path)
@@ -109,7 +109,7 @@ def plan(call: Any) -> Callable[..., tuple[dict[str, str], str]]:
     return run
 
 
-def test_flag_beats_the_file_which_beats_the_recipe(plan: Any) -> None:
+def test_flag_beats_the_file_which_beats_the_recipe(plan):
     written(FULL)
     sources, _ = plan("--time", "1h", "--env", "A=2", "--bind", "/x", "--", "dist-pi")
     assert sources.pop("gpus 4").startswith("mn5.yaml:")
@@ -129,7 +129,7 @@ def test_flag_beats_the_file_which_beats_the_recipe(plan: Any) -> None:
     assert {name: sources[name] for name in expected} == expected
 
 
-def test_options_add_to_those_of_the_recipe(plan: Any) -> None:
+def test_options_add_to_those_of_the_recipe(plan):
     recipe = RECIPE.replace("{qos: acc_debug}", "{qos: acc_debug, options: [--exclusive]}")
     written(FULL + "time = '1h'\noptions = ['--dependency=afterok:13']\n", recipe=recipe)
     sources, script = plan("--option=--nice")
@@ -147,7 +147,7 @@ def test_options_add_to_those_of_the_recipe(plan: Any) -> None:
         (("--no-code",), "code ", "--no-code"),
     ],
 )
-def test_flag_beats_the_folder_of_code(plan: Any, args: tuple[str, ...], row: str, source: str) -> None:
+def test_flag_beats_the_folder_of_code(plan, args, row, source):
     write_files(Path(), {"src/train.py": "", "other/train.py": ""})
     written(FULL + "time = '1h'\ncode = 'src'\n")
     sources, script = plan(*args)
@@ -155,7 +155,7 @@ def test_flag_beats_the_folder_of_code(plan: Any, args: tuple[str, ...], row: st
     assert ("/.imgkit-code/" in script) == (source != "--no-code")
 
 
-def test_shell_leaves_the_command_of_the_file_out(plan: Any) -> None:
+def test_shell_leaves_the_command_of_the_file_out(plan):
     written(FULL + "time = '1h'\n")
     _, shell = plan("--interactive")
     assert ("--pty" in shell, "dist-hello" in shell) == (True, False), shell
@@ -163,14 +163,14 @@ def test_shell_leaves_the_command_of_the_file_out(plan: Any) -> None:
     assert ("--pty" in command, "dist-pi" in command) == (False, True), command
 
 
-def test_named_recipe_leaves_the_file_out(call: Any) -> None:
+def test_named_recipe_leaves_the_file_out(call):
     written("this is not TOML")
     code, out, err = call("run", "--dry-run", "cpu", "--", "dist-hello")
     assert (code, err) == (0, "")
     assert "dist-hello" in out
 
 
-def test_plan_of_a_run_says_what_decides(call: Any, plan: Any) -> None:
+def test_plan_of_a_run_says_what_decides(call, plan):
     written(FULL + "time = '1h'\n")
     call("remote", "add", "mn5", "me@far")
     sources, script = plan(on=())
@@ -181,7 +181,7 @@ def test_plan_of_a_run_says_what_decides(call: Any, plan: Any) -> None:
     assert '&& mkdir -m 750 "$dir"' in script
 
 
-def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_on_a_remote_keeps_one_file_of_output(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("mine.yaml").write_text(RECIPE.replace("queue: {", "queue: {output: separate, "))
     source = ImageSource(
@@ -206,9 +206,7 @@ def test_run_on_a_remote_keeps_one_file_of_output(tmp_path: Path, monkeypatch: p
         (("--mem-per-gpu", "90G"), "--mem-per-gpu=90G", "--mem-per-gpu"),
     ],
 )
-def test_either_flag_replaces_the_memory_of_the_file(
-    call: Any, flags: tuple[str, ...], directive: str, source: str
-) -> None:
+def test_either_flag_replaces_the_memory_of_the_file(call, flags, directive, source):
     written('recipe = "mn5"\nmem_per_gpu = "100G"\n')
     site = ("-A", "a1", "--qos", "q", "--time", "10m")
     code, out, err = call("run", "--dry-run", "-v", *site, *flags, "--", "dist-hello")

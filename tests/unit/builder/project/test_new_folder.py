@@ -40,7 +40,7 @@ def recipe_here() -> Path:
     return file
 
 
-def test_new_folder_needs_no_flags(call: Any, init: Init, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_folder_needs_no_flags(call, init, monkeypatch):
     call("remote", "add", "mn5", "me@far", "--recipe", "mn5")
     out = init("My Folder", "-A", "bsc98", "--qos", "acc_debug", "--nodes", "4+1")
     assert "next   cd 'My Folder' && imgkit run --dry-run && imgkit run" in out
@@ -58,7 +58,7 @@ def test_new_folder_needs_no_flags(call: Any, init: Init, monkeypatch: pytest.Mo
     assert rows["command"] == "dist-run train.py --epochs 5"
 
 
-def test_missing_values_are_named(init: Init) -> None:
+def test_missing_values_are_named(init):
     out = init("--recipe", "mn5", "x")
     assert "imgkit remote add NAME USER@HOST:DIR" in out
     assert "account in imgkit.toml, which mn5 needs" in out
@@ -70,7 +70,7 @@ def test_missing_values_are_named(init: Init) -> None:
     assert 'qos = ""  # fill in: this system needs it' in text
 
 
-def test_existing_files_are_kept(init: Init) -> None:
+def test_existing_files_are_kept(init):
     Path("train.py").write_text("mine")
     Path(".gitignore").write_text("*.pyc\n*.sif\n*.sqsh")
     out = init("--recipe", "mn5")
@@ -83,7 +83,7 @@ def test_existing_files_are_kept(init: Init) -> None:
     assert json.loads(init("--recipe", "mn5", "--json"))["files"] == ["imgkit.toml"]
 
 
-def test_data_that_jobs_would_not_see_is_named(init: Init) -> None:
+def test_data_that_jobs_would_not_see_is_named(init):
     write_files(Path(), {"train.py": "", ".gitignore": "*.bin", "data/x/train.bin": "x" * 2_000_000})
     out = init("--recipe", "mn5")
     assert "note   not sent: data/x/train.bin (git, Docker or imgkit ignores it)" in out
@@ -111,14 +111,14 @@ STARTS = 'if __name__ == "__main__":\n'
         ({"src/train.py": "", "setup.py": ""}, "src/train.py"),
     ],
 )
-def test_command_starts_the_program_of_the_folder(init: Init, programs: dict[str, str], started: str) -> None:
+def test_command_starts_the_program_of_the_folder(init, programs, started):
     write_files(Path(), programs)
     init("--recipe", "mn5")
     assert command_here() == ("dist-run", started)
     assert {str(path) for path in Path().rglob("*.py")} == {*programs}
 
 
-def test_program_is_not_guessed_among_several(init: Init) -> None:
+def test_program_is_not_guessed_among_several(init):
     write_files(Path(), {"a.py": STARTS, "b.py": STARTS})
     out = init("--recipe", "mn5")
     assert "next   command in imgkit.toml: the one that starts a.py or b.py" in out
@@ -183,9 +183,7 @@ dependencies:
         ({"environment.yml": "dependencies: [{pip: tqdm}, git]\n"}, [], ("conda:git",)),
     ],
 )
-def test_recipe_installs_what_the_program_needs(
-    init: Init, texts: dict[str, str], steps: list[dict[str, Any]], omitted: tuple[str, ...]
-) -> None:
+def test_recipe_installs_what_the_program_needs(init, texts, steps, omitted):
     """The recipe is read as ``imgkit build`` reads it; no line may replace the base's torch."""
     write_files(Path(), {"train.py": "", **texts})
     out = init("--recipe", "mn5")
@@ -203,9 +201,7 @@ def test_recipe_installs_what_the_program_needs(
 @pytest.mark.parametrize(
     ("recipe", "setup_py", "copies"), [("mn5", "", False), ("mn5", "import numpy", True), ("rcp", "", True)]
 )
-def test_code_is_in_the_image_only_where_a_run_cannot_bring_it(
-    init: Init, recipe: str, setup_py: str, copies: bool, tmp_path: Path
-) -> None:
+def test_code_is_in_the_image_only_where_a_run_cannot_bring_it(init, recipe, setup_py, copies, tmp_path):
     pyproject = PROJECT.replace("torchvision==0.16", "tqdm") + "[build-system]\n"
     write_files(Path(), {"train.py": "", "pyproject.toml": pyproject, "setup.py": setup_py})
     init("--recipe", recipe)
@@ -218,14 +214,14 @@ def test_code_is_in_the_image_only_where_a_run_cannot_bring_it(
     assert is_explained == bool(setup_py)
 
 
-def test_line_of_a_project_adds_no_key_to_the_recipe(init: Init) -> None:
+def test_line_of_a_project_adds_no_key_to_the_recipe(init):
     project = '[project]\ndependencies = ["torch\\r  run: [x]", "tqdm"]\n'
     write_files(Path(), {"train.py": "", "pyproject.toml": project})
     init("--recipe", "mn5")
     assert load(recipe_here()).image.run == ()
 
 
-def test_recipe_of_the_folder_extends_by_a_relative_path(init: Init, tmp_path: Path) -> None:
+def test_recipe_of_the_folder_extends_by_a_relative_path(init, tmp_path):
     Path("base.yaml").write_text("extends: mn5\n")
     for folder, extends in (("sub/mine", "../../base.yaml"), (".", "./base.yaml")):
         init("--recipe", str(tmp_path / "base.yaml"), folder)
@@ -242,9 +238,7 @@ def test_recipe_of_the_folder_extends_by_a_relative_path(init: Init, tmp_path: P
         ("lambda", ["build", "run", "push", "run"]),
     ],
 )
-def test_next_lines_work_as_typed(
-    call: Any, init: Init, recipe: str, verbs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_next_lines_work_as_typed(call, init, recipe, verbs, tmp_path, monkeypatch):
     """Jobs are rendered; of the commands that need an engine the recipe is read."""
     lines = re.findall(r"^next   (.*)$", init("--recipe", recipe, "my work"), re.MULTILINE)
     typed = [shlex.split(command) for line in lines for command in line.split(" && ")]

@@ -88,7 +88,7 @@ def submit(call: Any) -> Submit:
     return run
 
 
-def test_own_folder_is_used_without_a_question(folder: Path, call: Any, submit: Submit) -> None:
+def test_own_folder_is_used_without_a_question(folder, call, submit):
     code, _, err = call("run", "--dry-run")
     assert code == 0, err
     submit()
@@ -109,18 +109,14 @@ NAMED = ["imgkit.toml", "mine.yaml", "base.yaml", "system.yaml", "needs.txt", "m
         (open_to_all, r"every user can write it \(owner \w+, mode {}\) -> chmod o-w {} or "),
     ],
 )
-def test_project_file_that_others_can_change_is_refused(
-    folder: Path, refusal: Refusal, name: str, change: Callable[[Path], None], problem: str
-) -> None:
+def test_project_file_that_others_can_change_is_refused(folder, refusal, name, change, problem):
     change(folder / name)
     mode = f"{stat.S_IMODE((folder / name).stat().st_mode):04o}"
     assert re.search(f"{folder}/{name}: {problem.format(mode, folder / name)}", refusal())
 
 
 @pytest.mark.parametrize("above", [Path(), Path("..")])
-def test_folder_in_which_every_user_can_replace_it_is_refused(
-    folder: Path, refusal: Refusal, submit: Submit, above: Path
-) -> None:
+def test_folder_in_which_every_user_can_replace_it_is_refused(folder, refusal, submit, above):
     parent = (folder / above).resolve()
     parent.chmod(0o777)
     err = refusal()
@@ -132,7 +128,7 @@ def test_folder_in_which_every_user_can_replace_it_is_refused(
 
 @as_root
 @pytest.mark.parametrize("name", ["imgkit.toml", "src"])
-def test_both_ends_of_a_link_count(folder: Path, refusal: Refusal, submit: Submit, name: str) -> None:
+def test_both_ends_of_a_link_count(folder, refusal, submit, name):
     file = folder / name
     elsewhere = folder.parent / "elsewhere"
     file.rename(elsewhere)
@@ -147,14 +143,14 @@ def test_both_ends_of_a_link_count(folder: Path, refusal: Refusal, submit: Submi
 
 @as_root
 @pytest.mark.parametrize("change", [give_away, open_to_all])
-def test_trusted_folder_is_used(folder: Path, submit: Submit, change: Callable[[Path], None]) -> None:
+def test_trusted_folder_is_used(folder, submit, change):
     for name in ("", *NAMED):
         change(folder / name)
     submit("--trust-folder")
 
 
 @as_root
-def test_typed_path_is_consent(folder: Path, submit: Submit) -> None:
+def test_typed_path_is_consent(folder, submit):
     for name in NAMED:
         give_away(folder / name)
     flags = ("-A", "a", "--qos", "acc_debug", "--time", "10m", "--image", "mine.sif", "--", "dist-hello")
@@ -163,7 +159,7 @@ def test_typed_path_is_consent(folder: Path, submit: Submit) -> None:
 
 @as_root
 @pytest.mark.parametrize("args", [(), ("./mine.yaml",)])
-def test_run_refuses_a_foreign_file(folder: Path, call: Any, refusal: Refusal, args: tuple[str, ...]) -> None:
+def test_run_refuses_a_foreign_file(folder, call, refusal, args):
     call("remote", "add", "far", "me@far", "--recipe", "mn5")
     give_away(folder / "imgkit.toml")
     for options in ((), ("--dry-run",)):
@@ -172,7 +168,7 @@ def test_run_refuses_a_foreign_file(folder: Path, call: Any, refusal: Refusal, a
 
 
 @as_root
-def test_run_takes_a_foreign_recipe_that_is_named(folder: Path, call: Any, refusal: Refusal) -> None:
+def test_run_takes_a_foreign_recipe_that_is_named(folder, call, refusal):
     call("remote", "add", "far", "me@far")
     give_away(folder / "mine.yaml")
     assert "/mine.yaml: belongs to" in refusal("--on", "far", "--dry-run")
@@ -180,7 +176,7 @@ def test_run_takes_a_foreign_recipe_that_is_named(folder: Path, call: Any, refus
 
 
 @as_root
-def test_owner_of_the_installation_counts_as_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_owner_of_the_installation_counts_as_root(tmp_path, monkeypatch):
     file, installed = tmp_path / "imgkit.toml", tmp_path / "__init__.py"
     for path in (file, installed):
         path.touch(mode=0o644)

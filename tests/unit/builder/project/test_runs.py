@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,7 +34,7 @@ def put(name: str, *lines: object) -> Path:
     return folder
 
 
-def test_newest_run_comes_first(call: Any) -> None:
+def test_newest_run_comes_first(call):
     code = CodeRecord(sha256="c" * 64, git="v1-dirty", uncommitted=True)
     command = ("dist-run", "a b")
     keep_job(1, state="succeeded", image_id="sha256:" + "a" * 64, code=code, command=command)
@@ -55,16 +53,16 @@ def test_newest_run_comes_first(call: Any) -> None:
     ]
 
 
-def test_run_without_metrics_has_no_numbers(home: Path) -> None:
+def test_run_without_metrics_has_no_numbers(home):
     assert measured.last_numbers(home).step is None
 
 
-def test_no_runs_is_an_answer(call: Any) -> None:
+def test_no_runs_is_an_answer(call):
     assert call("runs")[:2] == (0, "no runs yet; imgkit run starts one\n")
     assert json.loads(call("runs", "--json")[1])["runs"] == []
 
 
-def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
+def test_damaged_record_is_left_out(home, call):
     keep_job(2)
     (home / "state/imgkit/jobs/damaged.json").write_text("{")
     assert [row["id"] for row in json.loads(call("runs", "--json")[1])["runs"]] == ["2"]
@@ -86,7 +84,7 @@ def test_damaged_record_is_left_out(home: Path, call: Any) -> None:
         (((1, "Invalid job id"), (1, ""), (1, ""), (1, "no such file")), "ended"),
     ],
 )
-def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str) -> None:
+def test_scheduler_says_the_state(answers, state):
     run = fake_scheduler(*answers)
     record = job_status.refresh_state(keep_job(1), run)
     assert (record.state, run.call_count) == (state, len(answers))
@@ -95,22 +93,20 @@ def test_scheduler_says_the_state(answers: Sequence[tuple[int, str]], state: str
 
 
 @pytest.mark.parametrize(("result", "code"), [((0, "1.0 7\n"), 7), ((1, "no such file"), 143)])
-def test_exit_code_of_the_program_counts_before_that_of_ended_tasks(
-    result: tuple[int, str], code: int
-) -> None:
+def test_exit_code_of_the_program_counts_before_that_of_ended_tasks(result, code):
     answers = ((1, "Invalid job id"), (1, "disabled"), (0, "JobId=1 JobState=FAILED ExitCode=143:0"), result)
     run = fake_scheduler(*answers)
     report = job_status.report_job(keep_job(1), run)
     assert (report.record.state, report.code, run.call_count) == ("failed", code, len(answers))
 
 
-def test_scheduler_without_an_answer_ends_no_job() -> None:
+def test_scheduler_without_an_answer_ends_no_job():
     run = fake_scheduler((1, "Unable to contact slurm controller"))
     with pytest.raises(ToolFailed, match="squeue failed with exit code 1"):
         job_status.refresh_state(keep_job(1), run)
 
 
-def test_repeated_steps_count_once() -> None:
+def test_repeated_steps_count_once():
     lines: list[object] = [{"step": step, "loss": 9.0} for step in (1, 2, 3)]
     killed = ['{"step": 4, "lo', '{"step": 5, "loss": NaN}', "[1]", '{"step": true, "loss": 1}', "7"]
     again = [{"step": 2, "loss": 1, "name": "x", "on": True}, {"step": 3, "eval_loss": 0.5}]

@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,7 +21,7 @@ def warned(file: Path) -> list[str]:
     return [f"{problem.key}: {problem.what}; {problem.hint}" for problem in load(file).warnings]
 
 
-def test_every_cell_has_a_source() -> None:
+def test_every_cell_has_a_source():
     rows = bases.load_table()
     assert [row.tag for row in rows] == sorted(row.tag for row in rows)
     assert {"24.03", "26.09"} <= {row.tag for row in rows}
@@ -33,19 +32,19 @@ def test_every_cell_has_a_source() -> None:
     assert [row.nccl for row in rows if row.tag == "24.03"] == [None]
 
 
-def test_driver_follows_from_cuda() -> None:
+def test_driver_follows_from_cuda():
     cells = {row.tag: dict(row.cells())["driver"] for row in bases.load_table()}
     assert cells["22.06"] is None, "its CUDA is not known"
     assert [getattr(cells[tag], "value", "") for tag in ("25.06", "25.08")] == ["525", "580"]
 
 
-def test_list_prints_unknown_cells(call: Any) -> None:
+def test_list_prints_unknown_cells(call):
     _, out, _ = call("list", "--bases")
     assert out.split()[:5] == ["TAG", "PYTHON", "TORCH", "CUDA", "DRIVER"]
     assert re.search(r"^26\.06 .* unknown .* none +NCCL_NET_PLUGIN=spcx$", out, re.MULTILINE)
 
 
-def test_list_as_json_has_sources(call: Any) -> None:
+def test_list_as_json_has_sources(call):
     rows = {row["tag"]: row for row in json.loads(call("list", "--bases", "--json")[1])["bases"]}
     row = rows["25.10"]
     assert row["reference"] == f"{NGC}:25.10-py3"
@@ -62,7 +61,7 @@ def test_list_as_json_has_sources(call: Any) -> None:
         "[bases]\nx = 1\n",
     ],
 )
-def test_cell_without_source_is_refused(damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cell_without_source_is_refused(damage, tmp_path, monkeypatch):
     file = tmp_path / "bases.toml"
     file.write_text('[sources]\nnotes = "release notes"\n' + damage)
     monkeypatch.setattr(bases, "TABLE", file)
@@ -135,7 +134,7 @@ WARNED = {
 
 
 @pytest.mark.parametrize("doubt", WARNED)
-def test_base_that_may_not_run_is_a_warning(write: Write, doubt: str) -> None:
+def test_base_that_may_not_run_is_a_warning(write, doubt):
     text, pattern = WARNED[doubt]
     (warning,) = warned(write(text.replace("NGC", NGC)))
     assert re.match(pattern.replace("NGC", NGC), warning)
@@ -166,7 +165,7 @@ def test_base_that_may_not_run_is_a_warning(write: Write, doubt: str) -> None:
         'image: {base: "a:1"}\nsystem: {env: {HSA_FORCE_FINE_GRAIN_PCIE: "1"}}',
     ],
 )
-def test_unknown_or_fitting_base_is_silent(write: Write, text: str) -> None:
+def test_unknown_or_fitting_base_is_silent(write, text):
     assert warned(write(text.replace("NGC", NGC))) == []
 
 
@@ -191,9 +190,7 @@ system:
         ("26.02", "", "{id: nccl-arm-hang, message: not here, effect: ignore}", []),
     ],
 )
-def test_known_issues_of_a_base_are_warnings(
-    write: Write, base: str, env: str, rows: str, ids: list[str]
-) -> None:
+def test_known_issues_of_a_base_are_warnings(write, base, env, rows, ids):
     image = f'image: {{base: "{NGC}:{base}-py3", current_base: "{NGC}:{base}-py3"}}\n'
     warnings = warned(write(image + GRACE.format(env=env, rows=rows)))
     assert [re.findall(r"known issue ([a-z-]+)", text)[0] for text in warnings] == ids
@@ -208,19 +205,19 @@ system:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_no_shipped_base_has_a_known_issue(write: Write, name: str) -> None:
+def test_no_shipped_base_has_a_known_issue(write, name):
     """On Arm, an NCCL that is not known could be one that hangs (nccl-arm-hang)."""
     assert warned(write(f"extends: {name}{UNKNOWN_NCCL}")) == []
 
 
-def test_every_shipped_recipe_names_a_current_base() -> None:
+def test_every_shipped_recipe_names_a_current_base():
     for name in recipe_names():
         image = load(name).image
         assert image.current_base
         assert image.current_base != image.base
 
 
-def test_current_base_is_the_base_if_asked_for(call: Any) -> None:
+def test_current_base_is_the_base_if_asked_for(call):
     recipe = load("mn5")
     assert bases.select_base("current", recipe) == recipe.image.current_base
     assert bases.select_base(None, recipe) is None
@@ -228,12 +225,12 @@ def test_current_base_is_the_base_if_asked_for(call: Any) -> None:
     assert f"\nFROM {recipe.image.base}\n" in call("render", "mn5")[1]
 
 
-def test_current_base_changes_no_digest(write: Write) -> None:
+def test_current_base_changes_no_digest(write):
     plain = load(write("image: {base: 'a:1'}\n")).sha256
     assert load(write("image: {base: 'a:1', current_base: 'a:2'}\n")).sha256 == plain
 
 
-def test_variables_of_the_base_tell_amd() -> None:
+def test_variables_of_the_base_tell_amd():
     reason = bases.amd_image_evidence("mine:1", ("PATH", "ROCM_PATH"))
     assert reason == "mine:1, which sets ROCM_PATH, is an image for AMD GPUs"
     assert bases.amd_image_evidence("mine:1", ("HIP_VISIBLE_DEVICES",))

@@ -67,7 +67,7 @@ TABLES = st.fixed_dictionaries(
 
 
 @given(first=TABLES, second=TABLES, third=TABLES)
-def test_merge_agrees_with_the_rule(first: Any, second: Any, third: Any) -> None:
+def test_merge_agrees_with_the_rule(first, second, third):
     both = merge(tree(first), tree(second), ())
     expected = reference(first, second, ())
     assert to_data(both) == expected
@@ -75,13 +75,13 @@ def test_merge_agrees_with_the_rule(first: Any, second: Any, third: Any) -> None
 
 
 @given(parent=TABLES, child=TABLES)
-def test_every_value_keeps_the_place_that_states_it(parent: Any, child: Any) -> None:
+def test_every_value_keeps_the_place_that_states_it(parent, child):
     merged = merge(tree(parent, "old"), tree(child, "new"), ())
     nodes = [node for _, node in merged.walk()]
     assert all(node.text == node.position.file.name for node in nodes if isinstance(node, Scalar))
 
 
-def test_child_adds_packages_and_overrides_the_rest(write: Write) -> None:
+def test_child_adds_packages_and_overrides_the_rest(write):
     write(
         """
         description: the parent
@@ -126,26 +126,26 @@ def test_child_adds_packages_and_overrides_the_rest(write: Write) -> None:
     assert recipe.where("image", "env", "B") == "mine.yaml:6"
 
 
-def test_chain_may_leave_and_enter_the_shipped(write: Write) -> None:
+def test_chain_may_leave_and_enter_the_shipped(write):
     write("extends: mn5\nimage: {apt: [git]}\n", "middle.yaml")
     recipe = load(write("extends: ./middle.yaml\nimage: {apt: [curl]}\n"))
     assert recipe.image.apt == ("git", "curl")
     assert recipe.image.base.startswith("nvcr.io/nvidia/pytorch:")
 
 
-def test_child_cannot_hide_a_parents_secret_warning(write: Write) -> None:
+def test_child_cannot_hide_a_parents_secret_warning(write):
     write("image: {base: 'python:3', env: {MY_TOKEN: abc}}\n", "parent.yaml")
     (warning,) = load(write("extends: parent.yaml\n")).warnings
     assert warning.position.file.name == "parent.yaml"
 
 
-def test_recipe_outside_without_a_fault_is_extended(write: Write) -> None:
+def test_recipe_outside_without_a_fault_is_extended(write):
     write("image: {base: 'python:3'}\n", "shared/base.yaml")
     assert load(write("extends: ../shared/base.yaml\n", "own/mine.yaml")).image.base == "python:3"
 
 
 @pytest.mark.parametrize("prefix", ["", "system: {scheduler: slurm}\n"])
-def test_long_chain_is_refused(write: Write, prefix: str) -> None:
+def test_long_chain_is_refused(write, prefix):
     for number in range(60):
         write(f"extends: ./r{number + 1}.yaml\n", f"r{number}.yaml")
     with pytest.raises(RecipeErrors, match="more than 50 files extend each other"):

@@ -36,7 +36,7 @@ def problems(file: Path | str) -> list[str]:
 # ---- what comes out
 
 
-def test_smallest_recipe_has_defaults(write: Write) -> None:
+def test_smallest_recipe_has_defaults(write):
     recipe = load(write(SMALLEST))
     assert recipe.name == "mine"
     assert recipe.image.platforms == ("linux/amd64",)
@@ -48,14 +48,14 @@ def test_smallest_recipe_has_defaults(write: Write) -> None:
     assert ("image", "workdir") not in recipe.positions
 
 
-def test_short_forms_become_full_values(write: Write) -> None:
+def test_short_forms_become_full_values(write):
     text = "image: {base: 'python:3', platform: [arm64, linux/amd64], constraints: {drop: [numpy]}}"
     image = load(write(text)).image
     assert image.platforms == ("linux/arm64", "linux/amd64")
     assert image.constraints == Constraints(policy="drop", drop=("numpy",))
 
 
-def test_each_list_item_keeps_its_line(write: Write) -> None:
+def test_each_list_item_keeps_its_line(write):
     recipe = load(
         write("""\
             image:
@@ -70,7 +70,7 @@ def test_each_list_item_keeps_its_line(write: Write) -> None:
     assert recipe.where("system", "title") == "mine.yaml"
 
 
-def test_paths_are_taken_from_the_stating_file(write: Write) -> None:
+def test_paths_are_taken_from_the_stating_file(write):
     write("numpy\n", "parent/req.txt")
     write("x = 1\n", "parent/code/x.py")
     write(
@@ -88,7 +88,7 @@ def test_paths_are_taken_from_the_stating_file(write: Write) -> None:
     assert recipe.image.copy[0].source == child.parent / "parent/code"
 
 
-def test_anchors_expand(write: Write) -> None:
+def test_anchors_expand(write):
     recipe = load(
         write("""\
             image:
@@ -103,19 +103,19 @@ def test_anchors_expand(write: Write) -> None:
     assert recipe.where("image", "labels", "A") == "mine.yaml:4"
 
 
-def test_quoted_and_tagged_text_stays_text(write: Write) -> None:
+def test_quoted_and_tagged_text_stays_text(write):
     entries = '{A: "24.10", B: !!str 3:00:00, C: \'0022\', D: "yes"}'
     recipe = load(write(f"image: {{base: 'python:3', env: {entries}}}"))
     assert recipe.image.env == {"A": "24.10", "B": "3:00:00", "C": "0022", "D": "yes"}
 
 
-def test_windows_line_ends_and_mark_are_read(tmp_path: Path) -> None:
+def test_windows_line_ends_and_mark_are_read(tmp_path):
     file = tmp_path / "mine.yaml"
     file.write_bytes(b"\xef\xbb\xbfimage:\r\n  base: python:3.11-slim\r\n  apt: [Git]\r\n")
     assert problems(file)[0].startswith("3:9: image.apt[0]: 'Git'")
 
 
-def test_column_counts_characters_not_bytes(write: Write) -> None:
+def test_column_counts_characters_not_bytes(write):
     file = write("image: {base: 'python:3', labels: {été: x, b: 1}}\n")
     assert [text.partition(" ")[0] for text in problems(file)] == ["1:36:", "1:47:"]
 
@@ -123,7 +123,7 @@ def test_column_counts_characters_not_bytes(write: Write) -> None:
 # ---- sha256
 
 
-def test_sha256_ignores_comments_and_place(write: Write) -> None:
+def test_sha256_ignores_comments_and_place(write):
     recipe = load(write(SMALLEST))
     copied_recipe = load(write(f"# a comment\n\n{SMALLEST}", "elsewhere/mine.yaml"))
     assert recipe.sha256 == copied_recipe.sha256
@@ -137,11 +137,11 @@ def test_sha256_ignores_comments_and_place(write: Write) -> None:
         "image: {base: 'python:3.11-slim', workdir: /x}",
     ],
 )
-def test_sha256_follows_every_value(write: Write, text: str) -> None:
+def test_sha256_follows_every_value(write, text):
     assert load(write(text, "b/mine.yaml")).sha256 != load(write(SMALLEST)).sha256
 
 
-def test_sha256_follows_the_requirements_file(write: Write) -> None:
+def test_sha256_follows_the_requirements_file(write):
     write("numpy\n", "req.txt")
     file = write("image: {base: 'python:3', pip: [{requirements: req.txt}]}\n")
     before = load(file)
@@ -152,7 +152,7 @@ def test_sha256_follows_the_requirements_file(write: Write) -> None:
 # ---- warnings
 
 
-def test_secret_in_env_is_a_warning(write: Write) -> None:
+def test_secret_in_env_is_a_warning(write):
     recipe = load(
         write(f"""\
             image:
@@ -176,7 +176,7 @@ def test_secret_in_env_is_a_warning(write: Write) -> None:
     assert all("looks like" in warning.what for warning in recipe.warnings)
 
 
-def test_secret_in_run_and_options_is_a_warning(write: Write) -> None:
+def test_secret_in_run_and_options_is_a_warning(write):
     recipe = load(
         write("""
             image:
@@ -190,7 +190,7 @@ def test_secret_in_run_and_options_is_a_warning(write: Write) -> None:
     assert {warning.key for warning in recipe.warnings} == {"image.run[0]", "image.pip[0].options[1]"}
 
 
-def test_literal_token_is_warned_about_and_not_shown(write: Write) -> None:
+def test_literal_token_is_warned_about_and_not_shown(write):
     (write("x", "r.txt")).write_text("git+https://ghp_" + "a1" * 18 + "@github.com/group/repo\n")
     url = "https://0123456789abcdef0123@example.org/simple"
     file = write(
@@ -206,12 +206,12 @@ def test_literal_token_is_warned_about_and_not_shown(write: Write) -> None:
         assert not re.search("0123456789abcdef|ghp_a1", str(warning))
 
 
-def test_secret_without_a_step_is_a_warning(write: Write) -> None:
+def test_secret_without_a_step_is_a_warning(write):
     (warning,) = load(write("image: {base: 'python:3', secrets: [{id: x, file: ~/x}]}\n")).warnings
     assert warning.what == "no step uses the secret x"
 
 
-def test_file_of_a_secret_may_be_anywhere(write: Write) -> None:
+def test_file_of_a_secret_may_be_anywhere(write):
     text = "image: {base: 'python:3', run: [{command: a, secrets: [x, y, z]}], secrets: [{id: x, file: ~/x}, "
     file = write(text + "{id: y, file: /etc/y}, {id: z, file: ../z}]}\n", "below/mine.yaml")
     recipe = load(file)
@@ -223,7 +223,7 @@ def test_file_of_a_secret_may_be_anywhere(write: Write) -> None:
     assert not recipe.warnings
 
 
-def test_variable_in_env_is_a_warning(write: Write) -> None:
+def test_variable_in_env_is_a_warning(write):
     text = "image: {base: 'python:3', env: {PATHS: '/x:$PATH'}}\nsystem: {env: {A: $SCRATCH/x}}\n"
     (warning,) = load(write(text)).warnings
     assert (warning.key, warning.what) == ("image.env.PATHS", "variables are not expanded: the $ stays")
@@ -249,7 +249,7 @@ HOSTILE_FILES = {
 
 
 @pytest.mark.parametrize("name", HOSTILE_FILES)
-def test_hostile_file_is_refused(tmp_path: Path, name: str) -> None:
+def test_hostile_file_is_refused(tmp_path, name):
     content, message = HOSTILE_FILES[name]
     (tmp_path / "mine.yaml").write_bytes(content)
     assert problems(tmp_path / "mine.yaml") == [message]
@@ -263,7 +263,7 @@ def recorded_messages() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_all_problems_are_named_at_their_places(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_problems_are_named_at_their_places(case, monkeypatch):
     monkeypatch.chdir(MALFORMED)
     with pytest.raises(RecipeErrors) as caught:
         load(f"./{case}")
@@ -271,29 +271,29 @@ def test_all_problems_are_named_at_their_places(case: str, monkeypatch: pytest.M
     assert message == recorded_messages()[case]
 
 
-def test_every_message_has_its_case() -> None:
+def test_every_message_has_its_case():
     assert list(recorded_messages()) == CASES
 
 
-def test_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
+def test_fifo_is_refused_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "mine.yaml")
     assert problems(tmp_path / "mine.yaml") == ["1:1: cannot be read: it is not a regular file"]
 
 
-def test_link_circle_is_refused(write: Write) -> None:
+def test_link_circle_is_refused(write):
     file = write("image: {base: 'python:3', copy: [{source: link}]}\n")
     (file.parent / "link").symlink_to("link")
     (problem,) = problems(file)
     assert problem.startswith("1:43: image.copy[0].source: 'link' cannot be checked: ")
 
 
-def test_name_with_a_null_character_is_refused() -> None:
+def test_name_with_a_null_character_is_refused():
     with pytest.raises(UsageError) as caught:
         load("a\0b.yaml")
     assert caught.value.what == "there is no file a\0b.yaml"
 
 
-def test_loading_imports_nothing_heavy() -> None:
+def test_loading_imports_nothing_heavy():
     code = (
         "import sys; from imgkit_builder.recipe.load import load; load('mn5');"
         "print(sorted({'docker','jinja2','rich','typer','spython','torch'} & set(sys.modules)))"
@@ -302,7 +302,7 @@ def test_loading_imports_nothing_heavy() -> None:
     assert process.stdout.strip() == "[]"
 
 
-def test_run_may_be_written_as_a_block(write: Write) -> None:
+def test_run_may_be_written_as_a_block(write):
     recipe = load(
         write("""
             image:

@@ -43,13 +43,13 @@ LOCK = Lock(recipe="mine", imgkit="0.3.0", platforms=(PACKAGES,))
 TEXT = lock_file.render_lock(LOCK)
 
 
-def test_text_gives_same_lock_again() -> None:
+def test_text_gives_same_lock_again():
     assert lock_file.parse_lock(TEXT, FILE) == LOCK
     assert lock_file.render_lock(lock_file.parse_lock(TEXT, FILE)) == TEXT
     assert lock_file.parse_lock(TEXT.replace("\n", "\r\n"), FILE) == LOCK
 
 
-def test_platforms_are_sorted_and_replaced() -> None:
+def test_platforms_are_sorted_and_replaced():
     arm = dataclasses.replace(PACKAGES, platform="linux/arm64")
     both = Lock(recipe="mine", imgkit="0.3.0", platforms=()).with_platform(arm).with_platform(PACKAGES)
     assert [locked.platform for locked in both.platforms] == ["linux/amd64", "linux/arm64"]
@@ -58,7 +58,7 @@ def test_platforms_are_sorted_and_replaced() -> None:
     assert both.for_platform("linux/riscv64") is None
 
 
-def test_upgrade_changes_lines_of_its_package_only() -> None:
+def test_upgrade_changes_lines_of_its_package_only():
     newer = dataclasses.replace(DEB, version="2.2.0-1", sha256="c" * 64)
     after = lock_file.render_lock(LOCK.with_platform(dataclasses.replace(PACKAGES, apt=(newer,))))
     lines = difflib.ndiff(TEXT.splitlines(), after.splitlines())
@@ -68,7 +68,7 @@ def test_upgrade_changes_lines_of_its_package_only() -> None:
     ]
 
 
-def test_digest_in_name_of_base_stays() -> None:
+def test_digest_in_name_of_base_stays():
     named = LockedBase(name=f"base.example.org/torch@sha256:{'7' * 64}", digest=DIGEST)
     assert named.exact == named.name
     assert dataclasses.replace(named, name="host:5000/torch:1").exact == f"host:5000/torch@{DIGEST}"
@@ -82,14 +82,14 @@ def test_digest_in_name_of_base_stays() -> None:
     ],
     ids=["no text", "deep"],
 )
-def test_unreadable_lock_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_unreadable_lock_is_refused(tmp_path, content, message):
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(UsageError) as caught:
         lock_file.read_lock(tmp_path / FILE)
     assert caught.value.what == message
 
 
-def test_lock_lies_beside_its_recipe(write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_lies_beside_its_recipe(write, tmp_path, monkeypatch):
     file = write("extends: cpu\n", "sub/mine.yaml")
     monkeypatch.chdir(tmp_path)
     assert lock_file.lock_path(load(file)) == file.with_name("mine.lock")
@@ -123,14 +123,14 @@ def recipe(write: Write) -> Recipe:
     return load(write(RECIPE))
 
 
-def test_request_has_lines_of_requirements_files(recipe: Recipe) -> None:
+def test_request_has_lines_of_requirements_files(recipe):
     first, second = lock_file.make_request(recipe).pip
     assert first == LockedStep(requirements=("rich",), options=("--no-build-isolation",), env=("MAX_JOBS=4",))
     assert second.requirements == ("numpy==1.26.4     --hash=sha256:00",)
     assert second.options == ("--extra-index-url", "https://index.example.org/simple")
 
 
-def test_credentials_are_not_in_a_request(write: Write) -> None:
+def test_credentials_are_not_in_a_request(write):
     write("--extra-index-url https://me:word-9@index.example.org/simple\neinops\n", "needed.txt")
     text = """
 image:
@@ -146,7 +146,7 @@ image:
     assert request.pip[0].options == ("--index-url", "https://index.example.org/simple")
 
 
-def test_same_recipe_has_no_difference(recipe: Recipe, write: Write) -> None:
+def test_same_recipe_has_no_difference(recipe, write):
     first = lock_file.make_request(recipe)
     write(f"# a new comment{NEEDED}", "needed.txt")
     second = lock_file.make_request(load(write(f"description: new{RECIPE}")))
@@ -170,7 +170,7 @@ def locked(recipe: Recipe, **changes: object) -> Path:
     return file
 
 
-def test_lock_beside_recipe_is_attached(recipe: Recipe) -> None:
+def test_lock_beside_recipe_is_attached(recipe):
     file = locked(recipe)
     with_lock = lock_file.attach_lock(recipe, platform=PLATFORM)
     assert with_lock.lock is not None
@@ -180,13 +180,13 @@ def test_lock_beside_recipe_is_attached(recipe: Recipe) -> None:
     assert (with_lock.kept, with_lock.sha256) == ({}, recipe.sha256)
 
 
-def test_recipe_without_lock_stays_as_it_is(recipe: Recipe) -> None:
+def test_recipe_without_lock_stays_as_it_is(recipe):
     without_lock = lock_file.attach_lock(recipe, platform=PLATFORM)
     assert without_lock.lock is None
     assert without_lock.sources[lock_file.lock_path(recipe)] == ""
 
 
-def test_requirements_file_that_has_gone_is_an_error(recipe: Recipe) -> None:
+def test_requirements_file_that_has_gone_is_an_error(recipe):
     locked(recipe)
     file = recipe.file.with_name("needed.txt")
     file.unlink()
@@ -196,7 +196,7 @@ def test_requirements_file_that_has_gone_is_an_error(recipe: Recipe) -> None:
     assert caught.value.what == f"a file of the recipe cannot be read: {reason}"
 
 
-def test_wheel_that_only_this_machine_had_is_used(recipe: Recipe) -> None:
+def test_wheel_that_only_this_machine_had_is_used(recipe):
     built = locked_wheel("own", "1", step=1, kept=True)
     file = locked(recipe, pip=(built,))
     folder = file.with_name("mine.lock.files")
@@ -240,7 +240,7 @@ def rendered(recipe: Recipe) -> tuple[list[str], list[int]]:
     return [line.split(" ")[0] for line in instructions], [file.count("\n") for file in files]
 
 
-def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path: Path) -> None:
+def test_changed_text_of_lock_is_refused_or_changes_no_instruction(tmp_path):
     shutil.copytree(GOLDEN, tmp_path, dirs_exist_ok=True)
     recipe = load(tmp_path / "locked.yaml")
     file = lock_file.lock_path(recipe)

@@ -36,7 +36,7 @@ def key_paths_in(value: object, *path: str) -> Iterator[tuple[str, ...]]:
             yield from key_paths_in(below, *path)
 
 
-def test_reference_has_every_key() -> None:
+def test_reference_has_every_key():
     free = {("image", "env"), ("image", "labels"), ("system", "env"), ("system", "queue", "limits")}
     free |= {("image", "pip", "env"), ("image", "args"), ("system", "known_issues", "env")}
     paths = {path for path in key_paths_in(yaml.safe_load(BLOCKS[1])) if path[:-1] not in free}
@@ -45,7 +45,7 @@ def test_reference_has_every_key() -> None:
     assert paths == (set(key_paths(Document)) - {("image", "constraints", "policy")}) | {("extends",)}
 
 
-def test_example_with_every_key_loads(write: Write) -> None:
+def test_example_with_every_key_loads(write):
     # Of two keys that only one scheduler each obeys, a recipe can have one.
     file = write(re.sub(r"^ *node_pools: .*\n", "", BLOCKS[1], flags=re.MULTILINE))
     shutil.copytree(LOCKED, file.parent, dirs_exist_ok=True)
@@ -56,17 +56,17 @@ def test_example_with_every_key_loads(write: Write) -> None:
     assert recipe.image.constraints.drop == ("numpy",)
 
 
-def test_reference_names_every_appended_list() -> None:
+def test_reference_names_every_appended_list():
     row = next(line for line in TEXT.splitlines() if "| append:" in line)
     assert set(re.findall(r"`([\w.]+)`", row.split("|")[1])) == {key_text(path) for path in APPENDED}
 
 
-def test_example_of_the_reference_loads(write: Write) -> None:
+def test_example_of_the_reference_loads(write):
     example = BLOCKS[0]
     recipe = load(write(example))
     assert recipe.image.apt == ("git",)
     assert recipe.system.title == "MareNostrum 5 ACC"
 
 
-def test_table_of_traps_is_what_yaml_does() -> None:
+def test_table_of_traps_is_what_yaml_does():
     assert yaml.safe_load("[24.10, 3:00:00, yes, 0022]") == [24.1, 10800, True, 18]

@@ -29,11 +29,11 @@ def accepts(data: Any) -> bool:
     return jsonschema.Draft202012Validator(SCHEMA).is_valid(data)
 
 
-def test_schema_is_itself_valid() -> None:
+def test_schema_is_itself_valid():
     jsonschema.Draft202012Validator.check_schema(SCHEMA)
 
 
-def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path: Path) -> None:
+def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path):
     file = tmp_path / "schema.json"
     file.write_text(schema.schema_json())
     argv = [sys.executable, "-m", "check_jsonschema", "--schemafile", str(file)]
@@ -59,7 +59,7 @@ def test_check_jsonschema_accepts_the_shipped_recipes(tmp_path: Path) -> None:
         "{image: {base: 'python:3'}, system: {node: {gpus: 4, cpus: 8}}}",
     ],
 )
-def test_schema_accepts_good_recipe(recipe: str) -> None:
+def test_schema_accepts_good_recipe(recipe):
     assert accepts(yaml.safe_load(recipe))
 
 
@@ -83,12 +83,12 @@ def test_schema_accepts_good_recipe(recipe: str) -> None:
         "{extends: mn5, system: {queue: {required: [acount]}}}",
     ],
 )
-def test_schema_refuses_bad_recipe(recipe: str) -> None:
+def test_schema_refuses_bad_recipe(recipe):
     assert not accepts(yaml.safe_load(recipe))
 
 
 @pytest.mark.parametrize("case", sorted(MALFORMED.glob("*.yaml")), ids=lambda case: case.stem)
-def test_schema_refuses_what_has_a_wrong_type(case: Path) -> None:
+def test_schema_refuses_what_has_a_wrong_type(case):
     try:
         data = yaml.safe_load(case.read_text())
     except (yaml.YAMLError, RecursionError):
@@ -101,13 +101,13 @@ def test_schema_refuses_what_has_a_wrong_type(case: Path) -> None:
             assert not accepts(data)
 
 
-def test_every_field_is_described() -> None:
+def test_every_field_is_described():
     for name in ("Image", "PipStep", "CopyStep", "RunCommand", "BuildSecret"):
         for field, schema_of_field in SCHEMA["$defs"][name]["properties"].items():
             assert schema_of_field.get("description"), f"{name}.{field}"
 
 
-def test_path_or_name_is_told_apart() -> None:
+def test_path_or_name_is_told_apart():
     assert [is_path(ref) for ref in ("mn5", "./mn5", "mn5.yaml", "a.yml", "mn5:latest")] == [
         False,
         True,

@@ -20,7 +20,7 @@ from imgkit_recipes import recipe_names
 Write = Callable[..., Path]
 
 
-def test_list_names_every_shipped_recipe(call: Any) -> None:
+def test_list_names_every_shipped_recipe(call):
     _, out, _ = call("list")
     assert [line.split()[0] for line in out.splitlines()] == list(recipe_names())
     content = json.loads(call("list", "--json")[1])
@@ -28,7 +28,7 @@ def test_list_names_every_shipped_recipe(call: Any) -> None:
     assert [recipe["name"] for recipe in content["recipes"]] == list(recipe_names())
 
 
-def test_show_tells_where_each_value_stands(call: Any) -> None:
+def test_show_tells_where_each_value_stands(call):
     _, out, _ = call("show", "mn5-llm")
     for row in (
         r"image\.base +nvcr\.io/nvidia/pytorch:24\.03-py3 +mn5\.yaml:\d+",
@@ -39,7 +39,7 @@ def test_show_tells_where_each_value_stands(call: Any) -> None:
         assert re.search(f"^{row}$", out, re.MULTILINE)
 
 
-def test_show_json_agrees_with_the_file(call: Any) -> None:
+def test_show_json_agrees_with_the_file(call):
     content = json.loads(call("show", "olivia-eap", "--json")[1])
     assert content["schema"] == 1
     assert content["image"]["platforms"] == ["linux/arm64"]
@@ -50,36 +50,36 @@ def test_show_json_agrees_with_the_file(call: Any) -> None:
             assert value["value"].removeprefix("linux/") in line[value["column"] - 1 :]
 
 
-def test_check_of_good_files_exits_zero(write: Write, call: Any) -> None:
+def test_check_of_good_files_exits_zero(write, call):
     file = write("image: {base: 'python:3'}\n")
     assert call("check", str(file)) == (0, f"ok   {file}\n", "")
 
 
-def test_warning_goes_to_stderr_only(write: Write, call: Any) -> None:
+def test_warning_goes_to_stderr_only(write, call):
     code, out, err = call("show", str(write("image: {base: 'python:3', env: {MY_TOKEN: abc}}\n")), "--json")
     assert code == 0
     assert "looks like a secret" in err
     assert json.loads(out)["warnings"]
 
 
-def test_check_without_strict_passes_with_a_warning(write: Write, call: Any) -> None:
+def test_check_without_strict_passes_with_a_warning(write, call):
     file = write("image: {base: 'python:3.9'}\nsystem: {runtime: {command: /tmp/evil}}\n")
     code, out, err = call("check", str(file))
     assert (code, out) == (0, f"ok   {file}\n")
     assert err.count("warning: ") == err.count("has Python 3.9") == 1
 
 
-def test_tagged_name_is_taken_for_an_image(call: Any) -> None:
+def test_tagged_name_is_taken_for_an_image(call):
     code, _, err = call("show", "imgkit-test/absent:none")
     assert code != 0
     assert "recipe" not in err.partition("->")[0]
 
 
-def test_schema_is_one_json_object(call: Any) -> None:
+def test_schema_is_one_json_object(call):
     assert json.loads(call("check", "--schema")[1])["title"] == "imgkit recipe"
 
 
-def test_strict_check_of_shipped_recipes_finds_nothing(write: Write, call: Any) -> None:
+def test_strict_check_of_shipped_recipes_finds_nothing(write, call):
     file = write("extends: mn5\nimage: {copy: [{source: ., target: /workspace/x}]}\n", "mine.yaml")
     code, _, err = call("check", "--strict", *recipe_names(), str(file))
     assert (code, err) == (0, "")
@@ -105,7 +105,7 @@ def read(content: dict[str, Any]) -> Target:
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_json_says_what_the_recipe_says(name: str) -> None:
+def test_json_says_what_the_recipe_says(name):
     recipe, target = load(name), read(described(name))
     assert (target.name, target.system) == (recipe.name, recipe.system)
     assert target.platforms == recipe.image.platforms
@@ -118,7 +118,7 @@ def test_json_says_what_the_recipe_says(name: str) -> None:
         ("runtime", "command", "a; b", "system.runtime.command: 'a; b' is not one word"),
     ],
 )
-def test_value_that_no_recipe_has_is_refused(part: str, key: str, value: object, message: str) -> None:
+def test_value_that_no_recipe_has_is_refused(part, key, value, message):
     content = described("mn5")
     content["system"][part][key] = value
     # The reader of an image's system refuses numbers, and its caller names the image.
@@ -126,7 +126,7 @@ def test_value_that_no_recipe_has_is_refused(part: str, key: str, value: object,
         read(content)
 
 
-def test_every_broken_rule_is_named() -> None:
+def test_every_broken_rule_is_named():
     content = described("mn5")
     content["name"], content["image"]["platforms"] = "../x", ["linux/riscv64"]
     with pytest.raises(UsageError) as caught:
@@ -135,7 +135,7 @@ def test_every_broken_rule_is_named() -> None:
         assert fault in str(caught.value)
 
 
-def test_rules_of_the_scheduler_apply_to_json() -> None:
+def test_rules_of_the_scheduler_apply_to_json():
     content = described("mn5")
     content["system"]["scheduler"] = "slrum"
     with pytest.raises(UsageError, match="did you mean slurm"):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,12 +20,12 @@ BASES = {
 }
 
 
-def test_shipped_recipes_are_these() -> None:
+def test_shipped_recipes_are_these():
     assert set(recipe_names()) == set(BASES)
 
 
 @pytest.mark.parametrize("name", sorted(BASES))
-def test_shipped_recipe_says_what_it_should(name: str) -> None:
+def test_shipped_recipe_says_what_it_should(name):
     recipe = load(name)
     values = (recipe.image.base, recipe.image.platforms, recipe.system.scheduler, recipe.system.fabric.kind)
     assert values == BASES[name]
@@ -37,7 +36,7 @@ def test_shipped_recipe_says_what_it_should(name: str) -> None:
 
 
 @pytest.mark.parametrize("file", sorted(FOLDER.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_fact_has_its_source(file: Path) -> None:
+def test_every_fact_has_its_source(file):
     """The source is on the fact's line, or above it in the same block."""
     lines = file.read_text().splitlines()
     assert lines[0].startswith("#")
@@ -53,7 +52,7 @@ def test_every_fact_has_its_source(file: Path) -> None:
         assert any("#" in text for text in block), line
 
 
-def test_llm_stack_is_the_hands_ons() -> None:
+def test_llm_stack_is_the_hands_ons():
     recipe = load("mn5-llm")
     first, second = recipe.image.pip
     assert first.requirements is not None
@@ -63,13 +62,13 @@ def test_llm_stack_is_the_hands_ons() -> None:
 
 
 @pytest.mark.parametrize("name", ["olivia", "olivia-eap"])
-def test_slingshot_recipes_carry_the_guard(name: str) -> None:
+def test_slingshot_recipes_carry_the_guard(name):
     env = load(name).system.env
     assert env["NCCL_PROTO"] == "^LL128"
     assert {env[f"FI_CXI_RDZV_{end}"] for end in ("EAGER_SIZE", "GET_MIN", "THRESHOLD")} == {"0"}
 
 
-def test_no_recipe_bakes_tuning_or_names_devices() -> None:
+def test_no_recipe_bakes_tuning_or_names_devices():
     recipes = [load(name) for name in recipe_names()]
     for recipe in recipes:
         assert recipe.image.env == {}

@@ -39,7 +39,7 @@ def names(source: Path, *options: Any, **named: Any) -> list[str]:
     return [entry.name for entry in sources.list_source(source, *options, **named).entries]
 
 
-def test_gitignore_counts_in_every_folder(tree: Tree) -> None:
+def test_gitignore_counts_in_every_folder(tree):
     root = tree(
         "a.log",
         "src/a.log",
@@ -50,7 +50,7 @@ def test_gitignore_counts_in_every_folder(tree: Tree) -> None:
     assert listed_files(root) == ["src/b.py", "src/keep.log"]
 
 
-def test_patterns_of_the_repository_count_below(tree: Tree) -> None:
+def test_patterns_of_the_repository_count_below(tree):
     root = tree(
         ".git/HEAD",
         "one/src/a.py",
@@ -61,30 +61,30 @@ def test_patterns_of_the_repository_count_below(tree: Tree) -> None:
     assert listed_files(root / "one" / "src") == ["a.py"]
 
 
-def test_patterns_above_the_repository_do_not(tree: Tree) -> None:
+def test_patterns_above_the_repository_do_not(tree):
     root = tree("repo/.git/HEAD", "repo/src/a.py", "loose/b.py", **{".gitignore": "*.py\n"})
     assert listed_files(root / "repo" / "src") == ["a.py"]
     assert listed_files(root / "loose") == ["b.py"]
 
 
-def test_ignored_folder_that_is_named_counts(tree: Tree) -> None:
+def test_ignored_folder_that_is_named_counts(tree):
     """The recipe names it on purpose: a build folder, for example."""
     root = tree(".git/HEAD", "build/lib.so", **{".gitignore": "build/\n"})
     assert listed_files(root / "build") == ["lib.so"]
 
 
-def test_dockerignore_patterns_start_at_its_folder(tree: Tree) -> None:
+def test_dockerignore_patterns_start_at_its_folder(tree):
     texts = {".dockerignore": "# comment\n*.csv\n**/*.bin\nsub/skip/\n!keep.csv\n"}
     root = tree("a.csv", "keep.csv", "sub/b.csv", "sub/c.bin", "sub/skip/d", **texts)
     assert listed_files(root) == ["keep.csv", "sub/b.csv"]
 
 
-def test_everything_but_one_folder(tree: Tree) -> None:
+def test_everything_but_one_folder(tree):
     root = tree("a", "src/b", "src/sub/c", **{".dockerignore": "*\n!src\n"})
     assert listed_files(root) == ["src/b", "src/sub/c"]
 
 
-def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
+def test_own_outputs_and_caches_stay_out(tree):
     root = tree(
         "mn5.sif",
         "mn5.tar.zst",
@@ -106,7 +106,7 @@ def test_own_outputs_and_caches_stay_out(tree: Tree) -> None:
     assert "old/code-0a1b.sif" in listed_files(root, "!*.sif")
 
 
-def test_temporary_names_never_count(tree: Tree) -> None:
+def test_temporary_names_never_count(tree):
     part = files.temporary_name(Path("mn5.sif")).name
     root = tree(part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", f"{files.TEMPORARY}lock.mn5.sif", ".mine.part")
     listed = [part, f"{files.TEMPORARY}sif.0a.1b/spool.tar", ".mine.part"]
@@ -114,7 +114,7 @@ def test_temporary_names_never_count(tree: Tree) -> None:
     assert names(root, listed=listed) == [".mine.part"]
 
 
-def test_jobs_name_their_temporary_files_alike() -> None:
+def test_jobs_name_their_temporary_files_alike():
     """A job that was killed, or still runs, leaves its secret and a half checkpoint beside the code."""
     templates = "".join(file.read_text() for file in (FOLDER / "templates/job").glob("*.j2"))
     run_names = re.findall(r'mktemp "\$dir/(\S+)"', templates)
@@ -123,30 +123,30 @@ def test_jobs_name_their_temporary_files_alike() -> None:
         assert name.startswith(files.TEMPORARY)
 
 
-def test_recipe_brings_a_file_back(tree: Tree) -> None:
+def test_recipe_brings_a_file_back(tree):
     root = tree("base.sif", "vocab.txt", "x.py", ".venv/pyvenv.cfg", **{".gitignore": "*.txt\n"})
     assert listed_files(root, "!*.sif", "!vocab.txt", "*.py") == ["base.sif", "vocab.txt"]
 
 
-def test_names_that_stay_out_are_listed(tree: Tree) -> None:
+def test_names_that_stay_out_are_listed(tree):
     root = tree("a.log", "data/x", "b.py", "c.py", **{".gitignore": "*.log\ndata/\n"})
     assert sources.list_source(root, ["b.py"]).left_out == ("a.log", "data/")
 
 
-def test_hidden_file_cannot_be_brought_back(tree: Tree) -> None:
+def test_hidden_file_cannot_be_brought_back(tree):
     root = tree("token.txt", "a.py")
     (root / "link").symlink_to("token.txt")
     hidden = [(root / "token.txt").resolve()]
     assert names(root, ["!token.txt"], hidden=hidden) == ["a.py", "link"]
 
 
-def test_list_of_patterns_that_is_a_fifo_is_none(tree: Tree) -> None:
+def test_list_of_patterns_that_is_a_fifo_is_none(tree):
     root = tree("a.py")
     os.mkfifo(root / ".gitignore")
     assert listed_files(root) == ["a.py"]
 
 
-def test_list_behind_a_link_is_not_read(tree: Tree, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_list_behind_a_link_is_not_read(tree, tmp_path_factory):
     """A message quotes a pattern, and a stranger's link may lead to a file of this user."""
     outside = tmp_path_factory.mktemp("outside")
     (outside / "secret").write_text("a*b*c*d*e*f\n")
@@ -177,14 +177,14 @@ PUBLIC = {
 }
 
 
-def test_files_that_hold_secrets_stay_out_and_are_named(tree: Tree) -> None:
+def test_files_that_hold_secrets_stay_out_and_are_named(tree):
     root = tree(**SECRETS, **PUBLIC)
     assert sorted(listed_files(root)) == sorted(PUBLIC)
     folders = {".ssh/config": ".ssh/", ".aws/credentials": ".aws/"}
     assert sorted(sources.list_source(root).secret) == sorted(folders.get(name, name) for name in SECRETS)
 
 
-def test_only_its_name_brings_a_secret_back(tree: Tree) -> None:
+def test_only_its_name_brings_a_secret_back(tree):
     root = tree(**{"conf/.env": "x", ".gitignore": "conf/\n", ".dockerignore": "!conf/.env\n"})
     for patterns in ((), ("!conf/",), ("!*",), ("!**",), ("!conf", "!conf/*")):
         assert "conf/.env" not in listed_files(root, *patterns)
@@ -192,6 +192,6 @@ def test_only_its_name_brings_a_secret_back(tree: Tree) -> None:
     assert "conf/.env" in listed_files(root, "!conf/", "!conf/.env*")
 
 
-def test_ignored_secret_is_listed_once(tree: Tree) -> None:
+def test_ignored_secret_is_listed_once(tree):
     listing = sources.list_source(tree(**{".env": "x", ".gitignore": ".env\n"}))
     assert (listing.left_out, listing.secret) == ((".env",), ())

@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -36,25 +35,25 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---- two lines
 
 
-def test_own_image_with_a_shipped_system(write: Write) -> None:
+def test_own_image_with_a_shipped_system(write):
     recipe = load(write(f"{IMAGE}system: mn5\n"))
     assert recipe.image.base == "python:3.12-slim"
     assert recipe.system == load("mn5").system
     assert recipe.where("system", "node", "gpus").startswith("systems/mn5.yaml:")
 
 
-def test_shipped_image_with_another_system(write: Write) -> None:
+def test_shipped_image_with_another_system(write):
     recipe = load(write("extends: mn5\nsystem: olivia\n"))
     assert recipe.image == load("mn5").image
     assert recipe.system == load("olivia").system  # nothing of mn5's is left
 
 
-def test_own_system_from_a_file_beside_the_recipe(write: Write) -> None:
+def test_own_system_from_a_file_beside_the_recipe(write):
     write(HERE, "ours.yaml")
     assert load(write(f"{IMAGE}system: ./ours.yaml\n")).system.title == "ours"
 
 
-def test_few_values_over_a_named_system(write: Write) -> None:
+def test_few_values_over_a_named_system(write):
     file = write(
         f"{IMAGE}system:\n  extends: mn5\n  queue: {{account: bsc98}}\n  runtime: {{binds: [/data]}}\n"
     )
@@ -65,12 +64,12 @@ def test_few_values_over_a_named_system(write: Write) -> None:
     assert recipe.where("system", "queue", "account") == "mine.yaml:4"
 
 
-def test_system_keys_still_merge_into_those_of_the_parent(write: Write) -> None:
+def test_system_keys_still_merge_into_those_of_the_parent(write):
     recipe = load(write("extends: mn5\nsystem:\n  queue: {account: bsc98}\n"))
     assert (recipe.system.title, recipe.system.queue.account) == ("MareNostrum 5 ACC", "bsc98")
 
 
-def test_system_without_a_known_driver_needs_a_recipe(write: Write) -> None:
+def test_system_without_a_known_driver_needs_a_recipe(write):
     """The refusal has the lines of a recipe, and they are one."""
     with pytest.raises(UsageError, match="leonardo is a system without a recipe") as caught:
         load("leonardo")
@@ -87,9 +86,7 @@ def test_system_without_a_known_driver_needs_a_recipe(write: Write) -> None:
         ("driver: 580.65.06, gpu_model: NVIDIA V100 32GB", "25.06", "linux/amd64"),
     ],
 )
-def test_system_without_a_recipe_gets_the_newest_base_of_its_nodes(
-    site: Path, write: Write, node: str, base: str, platform: str
-) -> None:
+def test_system_without_a_recipe_gets_the_newest_base_of_its_nodes(site, write, node, base, platform):
     (site / "ours.yaml").write_text(f"{HERE}node: {{{node}}}\n")
     recipe = load("ours")
     assert (recipe.name, recipe.system.title) == ("ours", "ours")
@@ -101,7 +98,7 @@ def test_system_without_a_recipe_gets_the_newest_base_of_its_nodes(
     assert (extended.image.base, extended.image.apt) == (recipe.image.base, ("git",))
 
 
-def test_files_of_the_page_are_what_it_says(write: Write) -> None:
+def test_files_of_the_page_are_what_it_says(write):
     page = (GOLDEN.parents[1] / "docs/guides/own-cluster.md").read_text()
     blocks = re.findall(r"^```yaml\n# (\S+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     files = {name: write(text, name) for name, text in blocks}
@@ -116,7 +113,7 @@ def test_files_of_the_page_are_what_it_says(write: Write) -> None:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(SYSTEMS.glob("*.yaml"))])
-def test_each_value_of_a_shipped_system_has_its_source(name: str) -> None:
+def test_each_value_of_a_shipped_system_has_its_source(name):
     lines = (SYSTEMS / f"{name}.yaml").read_text().partition("\nproof:\n")[0].splitlines()
     head = "\n".join(line for line in lines if line.startswith("#"))
     assert name == "cpu" or re.search(r"read 20\d\d-\d\d-\d\d", head), "when was each source read?"
@@ -134,7 +131,7 @@ def test_each_value_of_a_shipped_system_has_its_source(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [path.stem for path in sorted(SYSTEMS.glob("*.yaml"))])
-def test_proof_of_a_shipped_system_is_what_is_there(name: str) -> None:
+def test_proof_of_a_shipped_system_is_what_is_there(name):
     proof = load_system(name).proof
     assert proof.documented
     assert bool(proof.rendered) == bool(list((GOLDEN / "jobs").glob(f"{name}*.txt")))
@@ -144,7 +141,7 @@ def test_proof_of_a_shipped_system_is_what_is_there(name: str) -> None:
 # ---- a site's
 
 
-def test_systems_of_a_site_have_names_too(site: Path, write: Write) -> None:
+def test_systems_of_a_site_have_names_too(site, write):
     assert list(system_files.find_systems())[-1] == "ours"
     assert load(write(f"{IMAGE}system: ours\n")).system.title == "ours"
     (site / "more.yaml").write_text("extends: ours\ntitle: more\n")
@@ -152,7 +149,7 @@ def test_systems_of_a_site_have_names_too(site: Path, write: Write) -> None:
     assert load(write(f"{IMAGE}system: more\n")).system.runtime.modules == ("ours",)
 
 
-def test_list_says_how_each_system_was_tested(site: Path, call: Any) -> None:
+def test_list_says_how_each_system_was_tested(site, call):
     _, out, _ = call("list", "--systems")
     for row in (
         r"cpu +standalone +ran there ",

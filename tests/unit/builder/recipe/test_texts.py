@@ -30,7 +30,7 @@ SHA = "sha256:" + "0" * 64
         ("a:" + "x" * 128, "|a|" + "x" * 128 + "|"),
     ],
 )
-def test_good_reference_comes_apart(text: str, parts: str) -> None:
+def test_good_reference_comes_apart(text, parts):
     reference = parse_reference(text)
     registry, repository, tag, digest = parts.split("|")
     assert (reference.registry, reference.repository) == (registry, repository)
@@ -70,13 +70,13 @@ def test_good_reference_comes_apart(text: str, parts: str) -> None:
         "a/" * 128 + "b",
     ],
 )
-def test_bad_reference_is_refused(text: str) -> None:
+def test_bad_reference_is_refused(text):
     with pytest.raises(Unfit) as caught:
         parse_reference(text)
     assert caught.value.message
 
 
-def test_text_becomes_values() -> None:
+def test_text_becomes_values():
     assert problems.parse_toml("[a]\nb = [1]\n") == {"a": {"b": [1]}}
     with pytest.raises(NotToml, match="Invalid value") as refused:
         problems.parse_toml("\na = x")
@@ -97,11 +97,11 @@ def test_text_becomes_values() -> None:
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "",
 )
-def test_what_is_no_toml_is_an_error_of_imgkit(text: str, message: str) -> None:
+def test_what_is_no_toml_is_an_error_of_imgkit(text, message):
     with pytest.raises(UsageError, match=message):
         problems.parse_toml(text)
 
 
-def test_largest_integers_and_texts_with_dots_pass() -> None:
+def test_largest_integers_and_texts_with_dots_pass():
     text = f"a = [9223372036854775807, -9223372036854775808]\nb = '{'a.b ' * 40}'\n"
     assert problems.parse_toml(text)["a"] == [(1 << 63) - 1, -(1 << 63)]

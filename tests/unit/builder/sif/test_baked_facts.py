@@ -17,7 +17,7 @@ def collect_facts(files: dict[str, bytes], path: str = "/usr/bin:/opt/v/bin") ->
     return collector.facts(path)
 
 
-def test_packages_that_python_finds_are_facts() -> None:
+def test_packages_that_python_finds_are_facts():
     origin = json.dumps({"url": "file:///work/my%20code", "dir_info": {"editable": True}}).encode()
     info = "usr/local/lib/python3.11/dist-packages/my_code-1.dist-info"
     facts = collect_facts(
@@ -36,11 +36,11 @@ def test_packages_that_python_finds_are_facts() -> None:
     )
 
 
-def test_file_that_is_too_large_is_no_fact() -> None:
+def test_file_that_is_too_large_is_no_fact():
     assert collect_facts({"opt/imgkit/manifest.json": bytes(2 << 20)}).manifest == ""
 
 
-def test_lock_leaves_only_packages_with_an_origin() -> None:
+def test_lock_leaves_only_packages_with_an_origin():
     folder = "usr/lib/python3/dist-packages"
     facts = collect_facts(
         {

@@ -46,11 +46,11 @@ FULL = "-tar\t\tread uncompressed tar file\n\t\t\t\tgzip (default)\n\t\t\t\tzstd
         ("odd", True),
     ],
 )
-def test_kernel_release_understood(release: str, reads: bool) -> None:
+def test_kernel_release_understood(release, reads):
     assert conversion.kernel_reads_zstd(release) is reads
 
 
-def test_zstd_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zstd_by_default(tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, FULL)
     assert choose(NEW, "auto") == choose(None, "auto") == conversion.ZSTD
     assert choose(NEW, "gzip") == conversion.GZIP
@@ -60,9 +60,7 @@ def test_zstd_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("help_text", "kernel_reads", "message"),
     [("-tar\n\t\tgzip (default)\n\t\txz", True, "built without zstd"), (FULL, False, "cannot mount zstd")],
 )
-def test_gzip_without_zstd_here_or_on_old_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, help_text: str, kernel_reads: bool, message: str
-) -> None:
+def test_gzip_without_zstd_here_or_on_old_kernels(tmp_path, monkeypatch, help_text, kernel_reads, message):
     install(tmp_path, monkeypatch, help_text)
     monkeypatch.setattr(conversion, "kernel_reads_zstd", lambda: kernel_reads)
     assert choose(None, "auto") == conversion.GZIP
@@ -70,7 +68,7 @@ def test_gzip_without_zstd_here_or_on_old_kernels(
         choose(NEW, "zstd")
 
 
-def test_runtime_that_takes_no_options_says_so() -> None:
+def test_runtime_that_takes_no_options_says_so():
     chosen = choose(OLD, "auto")
     assert chosen.options == ()
     assert "gzip 9 by default" in chosen.note
@@ -86,9 +84,7 @@ def test_runtime_that_takes_no_options_says_so() -> None:
         ("gzip", "auto", "gzip"),
     ],
 )
-def test_option_counts_before_the_system(
-    of_system: CompressionChoice, option: CompressionChoice, expected: CompressionChoice
-) -> None:
+def test_option_counts_before_the_system(of_system, option, expected):
     assert compression_for(SystemFacts(runtime=Runtime(compression=of_system)), option) == expected
     assert compression_for(None, option) == option
 
@@ -96,9 +92,7 @@ def test_option_counts_before_the_system(
 @pytest.mark.parametrize(
     ("args", "expected"), [((), "-comp zstd "), (("--compression", "gzip"), "-comp gzip ")]
 )
-def test_archive_gets_the_compression_of_its_system(
-    args: tuple[str, ...], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_archive_gets_the_compression_of_its_system(args, expected, tmp_path, monkeypatch):
     install(tmp_path, monkeypatch, FULL)
     for name in ("small.tar.gz", "small.tar.gz.sha256"):
         shutil.copy(WRITTEN / name, tmp_path)

@@ -34,7 +34,7 @@ def packages(entries: list[tuple[ImageEntry, bytes]]) -> list[str]:
     return [package["name"] for package in json.loads(data)["packages"]][1:]
 
 
-def test_document_comes_last_with_its_folders() -> None:
+def test_document_comes_last_with_its_folders():
     entries = document_added(file(METADATA, data=b"Name: a\nVersion: 1\n"))
     names = [entry.name for entry, _ in entries]
     assert names == [METADATA, "opt", "opt/imgkit", SPDX_PATH]
@@ -43,7 +43,7 @@ def test_document_comes_last_with_its_folders() -> None:
     assert packages(entries) == ["a"]
 
 
-def test_folders_of_the_image_stay_as_they_are() -> None:
+def test_folders_of_the_image_stay_as_they_are():
     names = [entry.name for entry, _ in document_added(folder("opt"), folder("opt/imgkit"))]
     assert names == ["opt", "opt/imgkit", SPDX_PATH]
 
@@ -57,11 +57,11 @@ def test_folders_of_the_image_stay_as_they_are() -> None:
     ],
     ids=["link", "file", "folder"],
 )
-def test_no_document_without_a_place_for_it(obstacle: ImageEntry) -> None:
+def test_no_document_without_a_place_for_it(obstacle):
     assert [entry.name for entry, _ in document_added(obstacle)] == [obstacle.name]
 
 
-def test_document_of_another_image_gives_way() -> None:
+def test_document_of_another_image_gives_way():
     entries = document_added(
         folder("opt"), folder("opt/imgkit"), file(SPDX_PATH, data=b"old"), file(METADATA)
     )
@@ -69,13 +69,13 @@ def test_document_of_another_image_gives_way() -> None:
     assert packages(entries) == ["a"]
 
 
-def test_other_name_of_the_old_document_stays() -> None:
+def test_other_name_of_the_old_document_stays():
     entries = document_added(file(SPDX_PATH, "srv/list", data=b"old"))
     assert entries[0][0].names == ("srv/list",)
     assert entries[0][1] == b"old"
 
 
-def test_large_file_is_not_read_early() -> None:
+def test_large_file_is_not_read_early():
     def content() -> Iterator[bytes]:
         read.append(1)
         yield b"x"
@@ -90,7 +90,7 @@ def test_large_file_is_not_read_early() -> None:
     assert "METADATA: too large" in json.loads(data)["comment"]
 
 
-def test_hard_links_of_both_kinds_are_names_of_a_package() -> None:
+def test_hard_links_of_both_kinds_are_names_of_a_package():
     cached = "root/.cache/a-1.dist-info/METADATA"
     text = b"Name: a\nVersion: 1\n"
     link = ImageEntry(names=(METADATA,), kind=HARD_LINK, link=cached)

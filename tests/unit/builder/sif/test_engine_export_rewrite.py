@@ -54,7 +54,7 @@ def rewritten(*members: TarEntry) -> tarfile.TarFile:
     return tarfile.open(fileobj=sink)
 
 
-def test_engines_files_go() -> None:
+def test_engines_files_go():
     tar = rewritten(
         MARK,
         engines("dev", tarfile.DIRTYPE),
@@ -81,7 +81,7 @@ def test_engines_files_go() -> None:
     assert tar.getmember("etc/hosts").mode == 0o644
 
 
-def test_images_own_files_stay() -> None:
+def test_images_own_files_stay():
     image_members = [
         member("dev", tarfile.DIRTYPE),
         member("dev/console", tarfile.CHRTYPE),
@@ -100,7 +100,7 @@ def test_images_own_files_stay() -> None:
     assert len(tar.getnames()) == len(set(tar.getnames()))
 
 
-def test_runtime_files_replace_older_ones() -> None:
+def test_runtime_files_replace_older_ones():
     """The image was made from a .sif once."""
     tar = rewritten(
         MARK,
@@ -116,7 +116,7 @@ def test_runtime_files_replace_older_ones() -> None:
 @pytest.mark.parametrize(
     "target", ["/" + "t" * 150, "../../" + "t" * 150, "./" + "t" * 150, "/é", "../é", "short", "//x"]
 )
-def test_link_targets_leave_pax(target: str) -> None:
+def test_link_targets_leave_pax(target):
     """mksquashfs 4.5.1 drops a leading / and ../ of targets that stand in a pax header."""
     link = member("l" * 120 + "é", tarfile.SYMTYPE, linkname=target, mtime=CREATED_S + 0.5)
     tar = rewritten(MARK, link)
@@ -125,7 +125,7 @@ def test_link_targets_leave_pax(target: str) -> None:
     assert "linkpath" not in tar_member.pax_headers
 
 
-def test_capabilities_and_hard_links_pass(capsys: pytest.CaptureFixture[str]) -> None:
+def test_capabilities_and_hard_links_pass(capsys):
     capability = {"SCHILY.xattr.security.capability": "\x01\x02"}
     capable = member("ping", data=b"elf", pax_headers=capability)
     with_note = member("noted", data=b"elf", pax_headers={**capability, "SCHILY.xattr.user.note": "x"})
@@ -136,14 +136,14 @@ def test_capabilities_and_hard_links_pass(capsys: pytest.CaptureFixture[str]) ->
     assert "1 files lose extended attributes" in capsys.readouterr().out
 
 
-def test_cut_export_refused() -> None:
+def test_cut_export_refused():
     info, data = member("file", data=b"x" * 5000)
     cut = info.tobuf() + data[:2000]
     with pytest.raises(CheckFailed, match="docker export: cut short"):
         squash.write_tar(export_entries(iter([cut]), created_s=0), io.BytesIO())
 
 
-def test_what_hides_the_runtimes_files_gives_way() -> None:
+def test_what_hides_the_runtimes_files_gives_way():
     tar = rewritten(
         MARK,
         member(".singularity.d", tarfile.SYMTYPE, linkname="/home/me"),
@@ -155,17 +155,17 @@ def test_what_hides_the_runtimes_files_gives_way() -> None:
     assert ".singularity.d/env/10.sh/below" not in tar.getnames()
 
 
-def test_nothing_is_added_behind_a_link() -> None:
+def test_nothing_is_added_behind_a_link():
     tar = rewritten(MARK, member("etc", tarfile.SYMTYPE, linkname="/home/me"))
     assert "etc/hosts" not in tar.getnames()
 
 
-def test_link_of_the_image_called_environment_stays() -> None:
+def test_link_of_the_image_called_environment_stays():
     tar = rewritten(MARK, member("environment", tarfile.SYMTYPE, linkname="own"))
     assert tar.getmember("environment").linkname == "own"
 
 
-def test_other_name_of_a_replaced_file_stays() -> None:
+def test_other_name_of_a_replaced_file_stays():
     """Layers give a file with all its names."""
     old = ImageEntry(names=(".singularity.d/env/10.sh", "srv/old"), kind=tarfile.REGTYPE).with_content(b"old")
     folder = ImageEntry(names=(".singularity.d",), kind=tarfile.DIRTYPE, mode=0o700, uid=7)

@@ -57,7 +57,7 @@ def refuse_links(folder: Path, *layers: Sequence[TarMember]) -> None:
         ([[("etc", LINK, "/a"), ("a", LINK, "/etc/x")]], "/etc -> /a"),
     ],
 )
-def test_link_to_this_machine_refused(tmp_path: Path, layers: list[list[TarMember]], found: str) -> None:
+def test_link_to_this_machine_refused(tmp_path, layers, found):
     with refused(CheckFailed, where="hostile:1") as caught:
         refuse_links(tmp_path, *layers)
     path, _, target = found.partition(" -> ")
@@ -77,11 +77,11 @@ def test_link_to_this_machine_refused(tmp_path: Path, layers: list[list[TarMembe
         [[("etc/mtab", LINK, "/proc/mounts"), ("etc/.wh..wh.plnk", FILE, "")]],
     ],
 )
-def test_links_that_nothing_writes_through(tmp_path: Path, layers: list[list[TarMember]]) -> None:
+def test_links_that_nothing_writes_through(tmp_path, layers):
     refuse_links(tmp_path, *layers)
 
 
-def test_headers_pass_over_content(tmp_path: Path) -> None:
+def test_headers_pass_over_content(tmp_path):
     """The first member is larger than what one read returns."""
     path = tmp_path / "layer.tar"
     path.write_bytes(tar_of_files({"large": bytes(1 << 20), "small": b"1", "etc": b""}))
@@ -89,7 +89,7 @@ def test_headers_pass_over_content(tmp_path: Path) -> None:
     assert sizes == [("large", 1 << 20), ("small", 1), ("etc", 0)]
 
 
-def test_cut_layer_refused(tmp_path: Path) -> None:
+def test_cut_layer_refused(tmp_path):
     path = write_layer(tmp_path / "layer.tar", [ETC])
     path.write_bytes(path.read_bytes()[:512])
     with pytest.raises(CheckFailed, match="cut short"):
@@ -116,7 +116,7 @@ GNU_PREFIX = [(slice(257, 265), b"ustar  \0"), (slice(345, 348), b"etc")]
     ],
     ids=["GNU's name beside a pax record", "name of a sparse file", "prefix in a GNU header"],
 )
-def test_name_that_readers_disagree_on_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
+def test_name_that_readers_disagree_on_is_refused(tmp_path, data, message):
     """Go's reader takes another name than others do."""
     (tmp_path / "layer.tar").write_bytes(data + tar_write.END)
     with pytest.raises(CheckFailed, match=message):

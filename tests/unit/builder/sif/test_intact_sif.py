@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 from pathlib import Path
 
 import bit_flips
@@ -77,7 +76,7 @@ def extents(path: Path) -> list[range]:
     return [range(128), range(table, table + (len(ranges) - 1) * image.DESCRIPTOR.size), *ranges]
 
 
-def test_flipped_bit_in_what_imgkit_wrote_is_noticed(sif: Path) -> None:
+def test_flipped_bit_in_what_imgkit_wrote_is_noticed(sif):
     counts = (*range(72, 80), *range(80, 88), *range(120, 128))  # signing changes them
     assert is_intact(sif)
     for extent in extents(sif):
@@ -88,7 +87,7 @@ def test_flipped_bit_in_what_imgkit_wrote_is_noticed(sif: Path) -> None:
     assert is_intact(sif)
 
 
-def test_flipped_bit_in_the_record_is_noticed(sif: Path) -> None:
+def test_flipped_bit_in_the_record_is_noticed(sif):
     (record,) = (item for item in image.read(sif).descriptors if image.is_record(item))
     for byte in range(record.offset, record.end):
         bit_flips.flip(sif, byte * 8 + byte % 8)
@@ -98,7 +97,7 @@ def test_flipped_bit_in_the_record_is_noticed(sif: Path) -> None:
     assert is_intact(sif)
 
 
-def test_signed_file_and_added_objects_are_no_difference(sif: Path) -> None:
+def test_signed_file_and_added_objects_are_no_difference(sif):
     small_sif.sign(sif)
     small_sif.sign(sif, b"another")
     objects.add_object(sif, NewObject(datatype=DataType.JSON, name="notes", data=b"{}"))
@@ -126,17 +125,17 @@ def no_sif(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [overlay, cut, no_record, no_sif, Path.unlink])
-def test_file_that_shows_something_else_is_not_intact(sif: Path, change: Callable[[Path], None]) -> None:
+def test_file_that_shows_something_else_is_not_intact(sif, change):
     change(sif)
     assert not is_intact(sif)
 
 
-def test_definition_of_another_image_is_a_difference(sif: Path) -> None:
+def test_definition_of_another_image_is_a_difference(sif):
     changed_config = parse_config(CONFIG.raw.replace(b"A=1", b"A=2"), where="x")
     assert not is_intact(sif, changed_config)
 
 
-def test_only_squashfs_and_record_count_where_a_runtime_built(tmp_path: Path) -> None:
+def test_only_squashfs_and_record_count_where_a_runtime_built(tmp_path):
     path = small_sif.write(tmp_path / "x.sif")
 
     def any_record(_: ImgkitRecord) -> bool:
@@ -150,13 +149,13 @@ def test_only_squashfs_and_record_count_where_a_runtime_built(tmp_path: Path) ->
         image.refuse_damaged(path)
 
 
-def test_same_content_gives_same_bytes(tmp_path: Path) -> None:
+def test_same_content_gives_same_bytes(tmp_path):
     first, second = tmp_path / "a", tmp_path / "b"
     assert write(first, Sif()) == write(second, Sif()) == image.read(first).record
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_flipped_bit_in_a_sqsh_is_noticed(tmp_path: Path) -> None:
+def test_flipped_bit_in_a_sqsh_is_noticed(tmp_path):
     path = tmp_path / "x.sqsh"
     write(path, Sqsh())
     for byte in range(0, path.stat().st_size, 7):
@@ -166,14 +165,14 @@ def test_flipped_bit_in_a_sqsh_is_noticed(tmp_path: Path) -> None:
     assert Sqsh().intact_record(path, CONFIG, is_this_image)
 
 
-def test_replaced_record_leaves_no_old_bytes(sif: Path) -> None:
+def test_replaced_record_leaves_no_old_bytes(sif):
     before, record = sif.read_bytes(), image.read(sif).record
     assert record
     objects.put_record(sif, record)
     assert sif.read_bytes() == before
 
 
-def test_full_table_is_an_error(tmp_path: Path) -> None:
+def test_full_table_is_an_error(tmp_path):
     path = small_sif.write(tmp_path / "x.sif")
     for number in range(small_sif.SLOTS - 4):
         small_sif.sign(path, b"%d" % number)

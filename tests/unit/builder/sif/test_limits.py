@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from file_tree import write_files
@@ -16,11 +15,11 @@ def _many_processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)), raising=False)
 
 
-def test_no_groups_no_limits(tmp_path: Path) -> None:
+def test_no_groups_no_limits(tmp_path):
     assert gather_limits(tmp_path) == Limits(processors=64, memory_bytes=None)
 
 
-def test_v2_limits_of_parents_count(tmp_path: Path) -> None:
+def test_v2_limits_of_parents_count(tmp_path):
     root = write_files(
         tmp_path,
         {
@@ -36,7 +35,7 @@ def test_v2_limits_of_parents_count(tmp_path: Path) -> None:
     assert limits.mksquashfs_options() == ("-processors", "4", "-mem", "512M")
 
 
-def test_v1_limits_read(tmp_path: Path) -> None:
+def test_v1_limits_read(tmp_path):
     root = write_files(
         tmp_path,
         {
@@ -50,7 +49,7 @@ def test_v1_limits_read(tmp_path: Path) -> None:
     assert gather_limits(root) == Limits(processors=2, memory_bytes=4 << 30)
 
 
-def test_inside_a_container_the_mount_root_counts(tmp_path: Path) -> None:
+def test_inside_a_container_the_mount_root_counts(tmp_path):
     root = write_files(
         tmp_path,
         {
@@ -63,16 +62,16 @@ def test_inside_a_container_the_mount_root_counts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "max", "-1 100000", "x y", "100 0", "1 2 3"])
-def test_odd_quota_is_no_limit(tmp_path: Path, text: str) -> None:
+def test_odd_quota_is_no_limit(tmp_path, text):
     root = write_files(tmp_path, {"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": text})
     assert gather_limits(root).processors == 64
 
 
 @pytest.mark.parametrize(("memory_bytes", "option"), [(None, "512M"), (1 << 30, "256M"), (100 << 20, "128M")])
-def test_mksquashfs_gets_a_quarter_of_the_memory_within_bounds(memory_bytes: int | None, option: str) -> None:
+def test_mksquashfs_gets_a_quarter_of_the_memory_within_bounds(memory_bytes, option):
     assert Limits(processors=1, memory_bytes=memory_bytes).mksquashfs_options()[-1] == option
 
 
-def test_affinity_counts_without_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_affinity_counts_without_groups(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3, 5}, raising=False)
     assert gather_limits(tmp_path).processors == 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,14 +39,12 @@ def write(root: Path, *members: Member) -> UnpackedTree:
         ([("s", b"7", "")], "unknown type"),
     ],
 )
-def test_entries_that_cannot_be_true_are_refused(
-    tmp_path: Path, members: Sequence[Member], problem: str
-) -> None:
+def test_entries_that_cannot_be_true_are_refused(tmp_path, members, problem):
     with pytest.raises(CheckFailed, match=problem):
         write(tmp_path / "tree", *members)
 
 
-def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+def test_nothing_is_written_through_a_link(tmp_path):
     """A link is no folder, wherever it leads."""
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -56,14 +53,14 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert list(outside.iterdir()) == []
 
 
-def test_file_that_comes_twice_is_refused(tmp_path: Path) -> None:
+def test_file_that_comes_twice_is_refused(tmp_path):
     link = ("d/f", SYMLINK, str(tmp_path / "victim"))
     with pytest.raises(ToolFailed, match="'d/f' of the image cannot be written to disk: File exists"):
         write(tmp_path / "tree", FOLDER, link, FILE)
     assert not (tmp_path / "victim").exists()
 
 
-def test_full_disk_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_told_as_it_is(tmp_path, monkeypatch):
     """The caller knows which disk it is, and what helps."""
 
     def full(*_: object, **__: object) -> None:
@@ -74,14 +71,14 @@ def test_full_disk_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         write(tmp_path / "tree", FOLDER)
 
 
-def test_files_are_private_until_they_are_squashed(tmp_path: Path) -> None:
+def test_files_are_private_until_they_are_squashed(tmp_path):
     tree = write(tmp_path / "tree", FOLDER, FILE)
     modes = [stat.S_IMODE(path.stat().st_mode) for path in (tree.root, tree.root / "d", tree.root / "d/f")]
     assert modes == [0o700, 0o700, 0o600]
     assert list(tree.pseudo_file()) == [b"d m 644 0 0\n", b"d/f m 644 0 0\n"]
 
 
-def test_further_names_are_hard_links_and_special_names_are_quoted(tmp_path: Path) -> None:
+def test_further_names_are_hard_links_and_special_names_are_quoted(tmp_path):
     tree = UnpackedTree(tmp_path / "tree")
     tree.add(ImageEntry(names=("a", 'b "c"#'), kind=REGULAR, mode=0o4755, uid=7).with_content(b"x"))
     assert (tree.root / "a").samefile(tree.root / 'b "c"#')

@@ -40,9 +40,7 @@ def free(monkeypatch: pytest.MonkeyPatch, free_bytes: float) -> None:
 
 
 @pytest.mark.parametrize(("way", "share"), [("new", 0.5), ("old", 2), ("runtime", 3.8)])
-def test_each_way_needs_its_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, share: float
-) -> None:
+def test_each_way_needs_its_share(tmp_path, monkeypatch, way, share):
     (tmp_path / "x.tar").write_bytes(bytes(IMAGE_BYTES))
     source = Archive(path=tmp_path / "x.tar")
     free(monkeypatch, share * IMAGE_BYTES)
@@ -52,16 +50,14 @@ def test_each_way_needs_its_share(
         check(source, tmp_path, way)
 
 
-def test_compressed_archive_needs_room_for_its_plain_form(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_compressed_archive_needs_room_for_its_plain_form(tmp_path, monkeypatch):
     (tmp_path / "x.tar.gz").write_bytes(gzip.compress(b"x") + bytes(IMAGE_BYTES))
     free(monkeypatch, 4 * IMAGE_BYTES)
     with pytest.raises(CheckFailed, match=r"4\.0 MB are free, an image of 3\.0 MB needs 4\.5 MB"):
         check(Archive(path=tmp_path / "x.tar.gz"), tmp_path)
 
 
-def test_full_disk_names_both_options_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_names_both_options_at_once(tmp_path, monkeypatch):
     free(monkeypatch, 0)
     with pytest.raises(CheckFailed) as caught:
         workspace.check_space(IMAGE_BYTES, IMAGE_BYTES, tmp_path / "x.sif", tmp_path)
@@ -74,7 +70,7 @@ def test_full_disk_names_both_options_at_once(tmp_path: Path, monkeypatch: pytes
     assert caught.value.hint == "--tmpdir DIR and -o FILE.sif on a larger disk"
 
 
-def test_standard_input_that_is_a_file_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_that_is_a_file_is_measured(tmp_path, monkeypatch):
     (tmp_path / "x.tar").write_bytes(bytes(IMAGE_BYTES))
     free(monkeypatch, IMAGE_BYTES)
     with (tmp_path / "x.tar").open("rb") as stream, pytest.raises(CheckFailed, match=r"needs 1\.5 MB"):
@@ -92,5 +88,5 @@ def test_standard_input_that_is_a_file_is_measured(tmp_path: Path, monkeypatch: 
         (5 * 10**13, "50000.0 GB"),
     ],
 )
-def test_sizes_have_a_fitting_unit(size: int, text: str) -> None:
+def test_sizes_have_a_fitting_unit(size, text):
     assert size_text(size) == text

@@ -80,7 +80,7 @@ def as_ch_run(line: str) -> str:
         *("a\\nb", "a=b", "`id`", "$(id)", "é", "a\rb", "\t", "${a-b}"),
     ],
 )
-def test_every_value_arrives_exactly(value: str, tmp_path: Path) -> None:
+def test_every_value_arrives_exactly(value, tmp_path):
     (line,) = environment(f"X={value}")
     assert as_ch_run(line) == value
     script = text(config(f"X={value}"), "etc/rc")
@@ -100,7 +100,7 @@ def test_every_value_arrives_exactly(value: str, tmp_path: Path) -> None:
         ("\ud800", "not UTF-8"),
     ],
 )
-def test_a_value_that_cannot_be_held_is_refused(value: str, reason: str) -> None:
+def test_a_value_that_cannot_be_held_is_refused(value, reason):
     with pytest.raises(UsageError) as error:
         sqsh.enroot_files(config(f"MINE={value}"))
     assert reason in str(error.value)
@@ -108,18 +108,18 @@ def test_a_value_that_cannot_be_held_is_refused(value: str, reason: str) -> None
     assert "image.env.MINE" in (error.value.hint or "")
 
 
-def test_the_last_of_two_values_counts() -> None:
+def test_the_last_of_two_values_counts():
     assert environment("A=1", "A=2") == ["A=2"]
     assert environment("A=${X}", "A=2") == ["A=2"]
 
 
-def test_names_that_enroot_drops_are_left_out_and_told() -> None:
+def test_names_that_enroot_drops_are_left_out_and_told():
     env = ("1a=x", "a-b=x", "ENROOT_ROOTFS=/", "=x", "A=1")
     assert environment(*env) == ["A=1"]
     assert sqsh.skipped_variables(config(*env)) == ("1a", "a-b", "ENROOT_ROOTFS", "")
 
 
-def test_gpus_are_visible_unless_the_image_says_otherwise() -> None:
+def test_gpus_are_visible_unless_the_image_says_otherwise():
     added = ["NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"]
     assert text(config("A=1"), "etc/environment").splitlines() == [*added, "A=1"]
     variables = text(config("NVIDIA_VISIBLE_DEVICES=void"), "etc/environment").splitlines()
@@ -138,32 +138,32 @@ def started(folder: Path, arguments: tuple[str, ...] = (), rc_local: str = "", *
 SHOW = ("printf", "<%s>")
 
 
-def test_arguments_replace_cmd(tmp_path: Path) -> None:
+def test_arguments_replace_cmd(tmp_path):
     settings = {"Entrypoint": SHOW, "Cmd": ["a b", "$HOME", "it's"]}
     assert started(tmp_path, **settings) == "<a b><$HOME><it's>"
     assert started(tmp_path, ("c  d", "-e", "*"), **settings) == "<c  d><-e><*>"
 
 
-def test_rc_begins_in_the_working_folder(tmp_path: Path) -> None:
+def test_rc_begins_in_the_working_folder(tmp_path):
     folder = tmp_path / "in side's"
     assert started(tmp_path, ("pwd",), WorkingDir=str(folder)) == f"{folder}\n"
 
 
-def test_a_script_that_is_not_empty_replaces_the_entrypoint(tmp_path: Path) -> None:
+def test_a_script_that_is_not_empty_replaces_the_entrypoint(tmp_path):
     assert started(tmp_path, ("echo", "mine"), 'exec "$@"\n', Entrypoint=SHOW) == "mine\n"
 
 
-def test_an_image_without_a_command_starts_a_shell() -> None:
+def test_an_image_without_a_command_starts_a_shell():
     assert text(config(), "etc/rc").endswith('    set -- /bin/sh\nfi\nexec "$@"\n')
 
 
 @pytest.mark.parametrize("settings", [{"Entrypoint": ["a\0"]}, {"Cmd": ["\ud800"]}, {"WorkingDir": "/\0"}])
-def test_a_command_that_no_script_can_hold_is_refused(settings: dict[str, Any]) -> None:
+def test_a_command_that_no_script_can_hold_is_refused(settings):
     with pytest.raises(UsageError, match="cannot hold"):
         sqsh.enroot_files(config(**settings))
 
 
-def test_what_a_start_needs_is_added_where_it_lacks() -> None:
+def test_what_a_start_needs_is_added_where_it_lacks():
     kinds = {entry.name: entry.kind for entry in sqsh.mount_points(config(WorkingDir="work/in side"))}
     assert kinds.keys() >= {"dev", "proc", "sys", "tmp", "etc/passwd", "etc/group", "work", "work/in side"}
     assert SYMLINK not in kinds.values()
@@ -173,7 +173,7 @@ def entry(name: str, kind: bytes = REGULAR, link: str = "", *other_names: str) -
     return ImageEntry(names=(name, *other_names), kind=kind, link=link)
 
 
-def test_devices_and_all_in_dev_are_left_out() -> None:
+def test_devices_and_all_in_dev_are_left_out():
     messages: list[str] = []
     entries = [
         entry("dev", DIRECTORY),
@@ -189,7 +189,7 @@ def test_devices_and_all_in_dev_are_left_out() -> None:
     assert messages == ["1 devices outside /dev are left out, as /jail/null: only root can unpack one"]
 
 
-def test_an_etc_that_is_a_link_is_refused() -> None:
+def test_an_etc_that_is_a_link_is_refused():
     entries = sqsh.without_devices(iter([entry("etc", SYMLINK, "/usr/etc")]), lambda _: None)
     with pytest.raises(CheckFailed, match="/etc of the image is not a folder"):
         list(entries)
@@ -204,7 +204,7 @@ def described(path: Path) -> ImgkitRecord:
     return record
 
 
-def test_the_record_at_the_end_is_read_back(tmp_path: Path) -> None:
+def test_the_record_at_the_end_is_read_back(tmp_path):
     path = tmp_path / "x.sqsh"
     record = described(path)
     assert sqsh.read_record(path) == record
@@ -221,7 +221,7 @@ def test_the_record_at_the_end_is_read_back(tmp_path: Path) -> None:
     ],
     ids=["length", "json", "schema"],
 )
-def test_a_damaged_record_is_refused(tmp_path: Path, old: bytes, new: bytes) -> None:
+def test_a_damaged_record_is_refused(tmp_path, old, new):
     path = tmp_path / "x.sqsh"
     described(path)
     damaged, count = re.subn(old, new, path.read_bytes())
@@ -231,7 +231,7 @@ def test_a_damaged_record_is_refused(tmp_path: Path, old: bytes, new: bytes) -> 
         sqsh.read_record(path)
 
 
-def test_a_squashfs_of_others_has_no_record(tmp_path: Path) -> None:
+def test_a_squashfs_of_others_has_no_record(tmp_path):
     path = tmp_path / "x.sqsh"
     path.write_bytes(b"hsqs" + bytes(200))
     assert sqsh.is_sqsh(path)

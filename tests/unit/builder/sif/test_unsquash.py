@@ -37,24 +37,24 @@ def squashfs(tmp_path: Path) -> Path:
     return path
 
 
-def test_named_files_are_read(squashfs: Path) -> None:
+def test_named_files_are_read(squashfs):
     contents = Squashfs(path=squashfs, offset=4096).read(["a/one", "a/[x]*", "absent", "a"])
     assert contents == {"a/one": b"1", "a/[x]*": b"odd"}
     assert {path.name for path in squashfs.parent.iterdir()} == {"x", "one", "image"}
 
 
-def test_nothing_is_read_through_a_link_of_the_image(squashfs: Path) -> None:
+def test_nothing_is_read_through_a_link_of_the_image(squashfs):
     assert Squashfs(path=squashfs, offset=4096).read(["link/one", "away/one"]) == {}
 
 
-def test_files_are_listed_with_mode_and_owner(squashfs: Path) -> None:
+def test_files_are_listed_with_mode_and_owner(squashfs):
     listed = {file.path: file for file in Squashfs(path=squashfs, offset=4096).list_files("a")}
     assert listed.keys() == {"a", "a/one", "a/[x]*", "a/x"}
     listed_file = listed["a/one"]
     assert (listed_file.mode, listed_file.uid, listed_file.gid, listed_file.size) == ("-rw-r--r--", 0, 0, "1")
 
 
-def test_damaged_squashfs_is_refused(squashfs: Path) -> None:
+def test_damaged_squashfs_is_refused(squashfs):
     squashfs.write_bytes(squashfs.read_bytes()[:4200])
     with pytest.raises(CheckFailed, match="unsquashfs cannot read it"):
         Squashfs(path=squashfs, offset=4096).read(["a/one"])
@@ -62,7 +62,7 @@ def test_damaged_squashfs_is_refused(squashfs: Path) -> None:
         list(Squashfs(path=squashfs, offset=4096).list_files())
 
 
-def test_missing_program_says_what_installs_it(squashfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_program_says_what_installs_it(squashfs, monkeypatch):
     (squashfs.parent / "bin").mkdir()
     monkeypatch.setenv("PATH", str(squashfs.parent / "bin"))
     monkeypatch.setattr(unsquash.mksquashfs, "find_programs", tuple)
@@ -71,9 +71,7 @@ def test_missing_program_says_what_installs_it(squashfs: Path, monkeypatch: pyte
     assert "squashfs-tools" in (caught.value.hint or "")
 
 
-def test_program_that_cannot_unpack_the_compression_is_named(
-    squashfs: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_program_that_cannot_unpack_the_compression_is_named(squashfs, monkeypatch):
     error = "Filesystem uses zstd compression, this is unsupported by this version"
     script = f"case $1 in -help) echo ' -o[ffset] N' ;; *) echo '{error}'; exit 1 ;; esac"
     tool = write_program(squashfs.parent / "bin/unsquashfs", script)  # a stand-in for one without zstd
@@ -82,7 +80,7 @@ def test_program_that_cannot_unpack_the_compression_is_named(
         Squashfs(path=squashfs, offset=4096).read(["a/one"])
 
 
-def test_facts_of_a_file_by_another_program_are_read(tmp_path: Path) -> None:
+def test_facts_of_a_file_by_another_program_are_read(tmp_path):
     folder = tmp_path / "image/opt/imgkit"
     folder.mkdir(parents=True)
     (folder / "manifest.json").write_text("{}")
@@ -91,7 +89,7 @@ def test_facts_of_a_file_by_another_program_are_read(tmp_path: Path) -> None:
     assert unsquash.baked_facts(path) == BakedFacts(manifest="{}", distributions=None)
 
 
-def test_facts_in_a_record_need_no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_in_a_record_need_no_program(tmp_path, monkeypatch):
     facts = BakedFacts(manifest="{}", system="é", distributions=(Distribution(name="a", folder="/x"),))
     path = small_sif.write(tmp_path / "x.sif")
     objects.put_record(path, dataclasses.replace(small_sif.record(), facts=facts))

@@ -24,7 +24,7 @@ def _no_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_order_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_order_of_places(tmp_path, monkeypatch):
     target = tmp_path / "x.sif"
     assert tmp_base(target, None) == tmp_path
     for name in reversed(VARIABLES):
@@ -35,12 +35,12 @@ def test_order_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert tmp_base(target, tmp_path) == tmp_path
 
 
-def test_missing_tmpdir_refused(tmp_path: Path) -> None:
+def test_missing_tmpdir_refused(tmp_path):
     with refused(UsageError, "no such folder", where="--tmpdir"):
         tmp_base(tmp_path / "x.sif", tmp_path / "none")
 
 
-def test_nothing_stays_after_failure(tmp_path: Path) -> None:
+def test_nothing_stays_after_failure(tmp_path):
     def fail() -> None:
         with workspace(tmp_path / "x.sif", tmp_path) as work:
             work.part.write_text("half")
@@ -55,7 +55,7 @@ def test_nothing_stays_after_failure(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_leftovers_of_the_same_target_go(tmp_path: Path) -> None:
+def test_leftovers_of_the_same_target_go(tmp_path):
     target, target_beside = tmp_path / "x.sif", tmp_path / "y.sif"
     with workspace(target, tmp_path) as work:
         folder, part = work.folder, work.part
@@ -76,7 +76,7 @@ def test_leftovers_of_the_same_target_go(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["{}", "[]", "", "x", '{"folder": 7}', '{"folder": "/"}', '{"folder": "VICTIM"}']
 )
-def test_lock_text_cannot_delete_others(tmp_path: Path, text: str) -> None:
+def test_lock_text_cannot_delete_others(tmp_path, text):
     victim = tmp_path / "home"
     victim.mkdir()
     (tmp_path / ".imgkit-lock.x.sif").write_text(text.replace("VICTIM", str(victim)))
@@ -85,7 +85,7 @@ def test_lock_text_cannot_delete_others(tmp_path: Path, text: str) -> None:
     assert victim.is_dir()
 
 
-def test_lock_cannot_be_a_link(tmp_path: Path) -> None:
+def test_lock_cannot_be_a_link(tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("keep")
     (tmp_path / ".imgkit-lock.x.sif").symlink_to(victim)
@@ -94,7 +94,7 @@ def test_lock_cannot_be_a_link(tmp_path: Path) -> None:
     assert victim.read_text() == "keep"
 
 
-def test_two_at_once_refused(tmp_path: Path) -> None:
+def test_two_at_once_refused(tmp_path):
     target = tmp_path / "x.sif"
     with (
         workspace(target, tmp_path),
@@ -105,7 +105,7 @@ def test_two_at_once_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_removing_spares_what_links_point_to(tmp_path: Path) -> None:
+def test_removing_spares_what_links_point_to(tmp_path):
     linked = tmp_path / "linked"
     linked.mkdir()
     (linked / "file").touch()
@@ -129,7 +129,7 @@ FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/base.sif")
     ],
 )
 @pytest.mark.parametrize("folder", [".", "temporary"])
-def test_full_disk_names_the_target_and_the_options(tmp_path: Path, error: Exception, folder: str) -> None:
+def test_full_disk_names_the_target_and_the_options(tmp_path, error, folder):
     target = tmp_path / "x.sif"
     base = tmp_path / folder
     base.mkdir(exist_ok=True)
@@ -148,27 +148,27 @@ def test_full_disk_names_the_target_and_the_options(tmp_path: Path, error: Excep
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "denied"), ToolFailed("mksquashfs failed")])
-def test_other_failures_pass_unchanged(tmp_path: Path, error: Exception) -> None:
+def test_other_failures_pass_unchanged(tmp_path, error):
     with pytest.raises(type(error)) as caught, workspace(tmp_path / "x.sif", tmp_path):
         raise error
     assert caught.value is error
 
 
-def test_lock_that_does_not_fit_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "pwrite", MagicMock(side_effect=FULL))
     with pytest.raises(ToolFailed), workspace(tmp_path / "x.sif", tmp_path):
         pass
     assert list(tmp_path.iterdir()) == []
 
 
-def test_full_disk_of_any_file_is_named(tmp_path: Path) -> None:
+def test_full_disk_of_any_file_is_named(tmp_path):
     with pytest.raises(OSError, match="No space") as caught, files.replace_file(tmp_path / "x"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "source", None, "other")
     assert files.full_file(caught.value) == str(tmp_path / "x")
     assert Path(files.full_file(OSError(errno.ENOSPC, "full"))).is_dir()
 
 
-def test_planted_name_of_another_file_is_no_lock(tmp_path: Path) -> None:
+def test_planted_name_of_another_file_is_no_lock(tmp_path):
     victim = tmp_path / ".bashrc"
     victim.write_text("mine")
     os.link(victim, tmp_path / ".imgkit-lock.x.sif")

@@ -98,9 +98,7 @@ def make_answers(changes: Changes) -> dict[int, Answer]:
         "unknown machine",
     ],
 )
-def test_bad_node_is_named_with_its_reason(
-    changes: Changes, verdicts: tuple[str, ...], lines: list[str]
-) -> None:
+def test_bad_node_is_named_with_its_reason(changes, verdicts, lines):
     nodes = judge_nodes(HOSTS, make_answers(changes), 60)
     assert tuple(node.verdict for node in nodes) == verdicts
     assert [(node.host, node.ranks) for node in nodes] == [
@@ -118,13 +116,13 @@ def test_bad_node_is_named_with_its_reason(
         assert verdict_line(nodes, 6) == "all_reduce of 1 MiB verified on 3 nodes, 6 ranks"
 
 
-def test_host_that_said_nothing_is_still_listed() -> None:
+def test_host_that_said_nothing_is_still_listed():
     nodes = judge_nodes((*HOSTS[:5], ""), make_answers({5: None}), 60)
     assert nodes[-1].host == "a host that never reported its name"
     assert [node.verdict for node in nodes] == ["ok", "ok", "ok", "fail"]
 
 
-def test_strict_run_fails_by_a_warning() -> None:
+def test_strict_run_fails_by_a_warning():
     nodes = judge_nodes(HOSTS, make_answers(on(2, checks=(STACK,))), 60)
     assert failed_hosts(nodes, strict=False) == []
     assert failed_hosts(nodes, strict=True) == ["as02"]

@@ -29,12 +29,12 @@ def imported(name: str) -> set[str]:
 
 
 @pytest.mark.parametrize("app", ["bench", "train"])
-def test_modules_of_an_app_import_in_no_circle(app: str) -> None:
+def test_modules_of_an_app_import_in_no_circle(app):
     graph = {name: imported(name) & set(FILES) for name in FILES if name.startswith(f"{app}/")}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
-def test_no_app_imports_another() -> None:
+def test_no_app_imports_another():
     pairs = {(name.partition("/")[0], path.partition("/")[0]) for name in FILES for path in imported(name)}
     apps = {"bench", "train", "hello", "pi", "doctor"}
     wrong = {(importer, app) for importer, app in pairs if app in apps and importer != app}
@@ -42,7 +42,7 @@ def test_no_app_imports_another() -> None:
 
 
 @pytest.mark.parametrize("file", sorted(APPS.rglob("__main__.py")), ids=lambda file: file.parent.name)
-def test_app_starts_after_all_of_its_functions_are_defined(file: Path) -> None:
+def test_app_starts_after_all_of_its_functions_are_defined(file):
     last = ast.parse(file.read_text(encoding="utf-8")).body[-1]
     assert isinstance(last, ast.If)
     assert ast.unparse(last.test) == "__name__ == '__main__'"

@@ -26,13 +26,13 @@ def plain_pi(intervals: int, world_size: int) -> float:
     return total / intervals
 
 
-def test_import_keeps_the_garbage_collector() -> None:
+def test_import_keeps_the_garbage_collector():
     assert gc.isenabled()  # it rests in processes that run an app
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("total", [0, 1, 7, 100_000_001])
-def test_no_point_is_lost_or_doubled(total: int, world_size: int) -> None:
+def test_no_point_is_lost_or_doubled(total, world_size):
     parts = [share(total, rank, world_size) for rank in range(world_size)]
     assert parts[0][0] == 0
     assert parts[-1][1] == total
@@ -43,7 +43,7 @@ def test_no_point_is_lost_or_doubled(total: int, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("intervals", [1, 2, 3, 1000])
-def test_error_is_the_trapezoid_rules(intervals: int, world_size: int) -> None:
+def test_error_is_the_trapezoid_rules(intervals, world_size):
     value = plain_pi(intervals, world_size)
     assert abs(value - math.pi) <= pi.tolerance(intervals)
     # The error is not smaller either: a loose bound would hide a rule with wrong ends.
@@ -55,25 +55,25 @@ def work(rank: int, seconds: float, points: int = 1000) -> pi.Work:
     return pi.Work(rank=rank, host=f"n{rank}", points=points, seconds=seconds)
 
 
-def test_efficiency_compares_with_one_alone() -> None:
+def test_efficiency_compares_with_one_alone():
     lines = pi.format_report(math.pi, 2000, [work(0, 1.0), work(1, 1.25)], 1.25, work(0, 1.0))
     assert lines[0].startswith("pi = 3.14159265358979")
     assert "rank 1 on n1: 1000 terms in 1.250 s, 8.000e+02 terms/s" in lines
     assert "parallel efficiency 80% of 2 x" in lines[-1]
 
 
-def test_many_ranks_are_summed_up() -> None:
+def test_many_ranks_are_summed_up():
     lines = pi.format_report(math.pi, 10, [work(rank, 1.0 + rank) for rank in range(64)], 64.0, work(0, 1.0))
     assert [line.split()[1] for line in lines[1:4]] == ["63", "31", "0"]
     assert len(lines) == 6
 
 
-def test_rank_without_points_does_not_divide_by_zero() -> None:
+def test_rank_without_points_does_not_divide_by_zero():
     idle = work(0, 0.1, points=0)
     assert "nan" in pi.format_report(3.0, 1, [idle, work(1, 1.0)], 1.0, idle)[-1]
 
 
-def test_table_shows_every_rank() -> None:
+def test_table_shows_every_rank():
     peers = [
         hello.Peer(rank=0, host="as07r3b13", device="cuda:0, NVIDIA H100"),
         hello.Peer(rank=10, host="n", device="cpu", seconds=12.34e-6),
@@ -122,14 +122,14 @@ def forked(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("app", ["pi", "doctor"])
-def test_forked_worker_starts_without_a_warning(app: str) -> None:
+def test_forked_worker_starts_without_a_warning(app):
     result = forked(f"imgkit_entrypoints.apps.{app}", "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "usage:" in result.stdout
 
 
 @pytest.mark.parametrize("args", [("--no-such-option",), ("--intervals", "1e8")], ids=" ".join)
-def test_wrong_argument_of_a_forked_worker_is_refused(args: tuple[str, ...]) -> None:
+def test_wrong_argument_of_a_forked_worker_is_refused(args):
     result = forked("imgkit_entrypoints.apps.pi", *args)
     assert result.returncode == 2
     assert args[0] in result.stderr

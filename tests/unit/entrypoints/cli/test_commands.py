@@ -64,7 +64,7 @@ def test_switches_have_variables_too():
     ("args", "value", "is_on"),
     [((), "", False), ((), "0", False), ((), "1", True), (("--preflight",), "", True)],
 )
-def test_preflight_takes_no_word_after_it(args: tuple[str, ...], value: str, is_on: bool):
+def test_preflight_takes_no_word_after_it(args, value, is_on):
     parser = options.launch_parser(COMMANDS[0], {"IMGKIT_PREFLIGHT": value})
     parsed, rest = parser.parse_known_args([*args, "full", "train.py"])
     assert options.read_options(parsed, COMMANDS[0], ()).preflight is is_on
@@ -98,7 +98,7 @@ def test_dry_run_of_the_doctor_starts_no_check():
     ("flags", "value", "nproc"),
     [((), "3", "3"), (("--nproc", "2"), "3", "2"), (("--nproc", "2"), "many", "2")],
 )
-def test_variables_stand_in_for_flags(flags: tuple[str, ...], value: str, nproc: str):
+def test_variables_stand_in_for_flags(flags, value, nproc):
     plan = plan_of("dist-hello", *flags, IMGKIT_NPROC=value)
     assert plan["argv"][plan["argv"].index("--nproc-per-node") + 1] == nproc
 
@@ -114,21 +114,21 @@ def test_dist_run_leaves_the_scripts_arguments_alone():
     ]
 
 
-def test_pi_needs_no_gpu(tmp_path: Path):
+def test_pi_needs_no_gpu(tmp_path):
     (tmp_path / "opt/imgkit").mkdir(parents=True)
     (tmp_path / "opt/imgkit/system.json").write_text('{"schema": 1, "node": {"gpus": 4}}')
     plan = plan_of("dist-pi", IMGKIT_ROOT=str(tmp_path))
     assert (plan["env"]["IMGKIT_DEVICE"], plan["nproc"]) == ("cpu", 1)
 
 
-def test_dry_run_imports_no_torch(tmp_path: Path):
+def test_dry_run_imports_no_torch(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise SystemExit('torch was imported')")
     result = python_with(tmp_path, "dist-train", *DRY)
     assert result.returncode == 0, result.stderr
 
 
-def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: Path):
+def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path):
     for folder in ("torch", "run"):
         (tmp_path / folder).mkdir()
     (tmp_path / "run/stop").touch()
@@ -143,7 +143,7 @@ def test_stop_file_keeps_single_ranks_from_starting_but_not_the_plan(tmp_path: P
 
 
 @pytest.mark.parametrize("words", [("dist-hello",), ("dist-run", "--dry-run", "x.py")])
-def test_deleted_working_directory_is_named_before_any_start(tmp_path: Path, words: tuple[str, ...]):
+def test_deleted_working_directory_is_named_before_any_start(tmp_path, words):
     line = 'rmdir "$PWD"; exec "$@"'
     python = (sys.executable, "-I", "-m", "imgkit_entrypoints")
     (tmp_path / "gone").mkdir()
@@ -160,14 +160,14 @@ def test_deleted_working_directory_is_named_before_any_start(tmp_path: Path, wor
 
 @pytest.mark.parametrize("words", ["dist-env", "dist-env --json", "dist-run --help"])
 @pytest.mark.parametrize("output", ["> /dev/full", ">&-"])
-def test_result_that_cannot_be_printed_ends_with_one(words: str, output: str):
+def test_result_that_cannot_be_printed_ends_with_one(words, output):
     line = f"{sys.executable} -I -m imgkit_entrypoints {words} {output}"
     done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True)
     assert done.returncode == 1
     assert re.fullmatch(r"imgkit: standard output is closed or full \(.+\): output is lost\n", done.stderr)
 
 
-def test_hidden_torch_is_told(tmp_path: Path):
+def test_hidden_torch_is_told(tmp_path):
     (tmp_path / "torch").mkdir()
     warnings = plan_of("dist-run", "x.py", PYTHONPATH=str(tmp_path))["warnings"]
     assert any("another torch" in text for text in warnings)
@@ -179,7 +179,7 @@ def test_shell_lines_can_be_evaluated():
     assert all(line.startswith("export ") for line in result.stdout.splitlines())
 
 
-def test_name_with_a_command_is_not_executed_by_a_shell(slingshot: dict[str, str], tmp_path: Path):
+def test_name_with_a_command_is_not_executed_by_a_shell(slingshot, tmp_path):
     """The image brings the variable, and nccl.conf gives it another value: so it is exported."""
     name, marker = f"A;touch {tmp_path}/executed;B", tmp_path / "executed"
     manifest = {"platform": "linux/amd64", "base": {"env": {name: "1"}}}
@@ -192,7 +192,7 @@ def test_name_with_a_command_is_not_executed_by_a_shell(slingshot: dict[str, str
     assert f"imgkit: warning: {name!r} is not a variable name, so it is not in these lines\n" in done.stderr
 
 
-def test_row_that_names_a_command_is_refused(tmp_path: Path):
+def test_row_that_names_a_command_is_refused(tmp_path):
     row = {"id": "site", "message": "x", "when": ["arch != none"], "effect": "set", "env": {"A;B": "1"}}
     (tmp_path / "rows.json").write_text(json.dumps([row]))
     done = command("dist-env", "--shell", env={"IMGKIT_KNOWN_ISSUES": str(tmp_path / "rows.json")})
@@ -210,13 +210,13 @@ def slingshot(tmp_path: Path) -> dict[str, str]:
     return {"NCCL_NET_PLUGIN": "spcx", "IMGKIT_ROOT": str(tmp_path), "IMGKIT_NCCL_VERSION": "2.29.2"}
 
 
-def test_shell_lines_unset_what_the_image_must_not_bring(slingshot: dict[str, str]):
+def test_shell_lines_unset_what_the_image_must_not_bring(slingshot):
     result = command("dist-env", "--shell", "--nnodes", "2", "--node-rank", "0", "--head", "h", env=slingshot)
     assert "unset NCCL_NET_PLUGIN\n" in result.stdout
     assert "export NCCL_NET='AWS Libfabric'\n" in result.stdout
 
 
-def test_dist_env_names_the_image_and_not_its_variables(slingshot: dict[str, str]):
+def test_dist_env_names_the_image_and_not_its_variables(slingshot):
     text = command("dist-env", env=slingshot).stdout
     assert "note NCCL_NET_PLUGIN=spcx: from the image, not used: " in text
     report = json.loads(command("dist-env", "--json", env=slingshot).stdout)
@@ -226,7 +226,7 @@ def test_dist_env_names_the_image_and_not_its_variables(slingshot: dict[str, str
     assert "A_SECRET" not in json.dumps(report)
 
 
-def test_dry_run_names_a_plugin_without_file(slingshot: dict[str, str]):
+def test_dry_run_names_a_plugin_without_file(slingshot):
     plan = plan_of("dist-run", "x.py", **{**slingshot, "NCCL_NET_PLUGIN": "own"})
     (text,) = (text for text in plan["warnings"] if "NCCL_NET_PLUGIN" in text)
     assert text.startswith("NCCL_NET_PLUGIN='own' (set by the user) cannot be opened, there is no own or ")
@@ -239,7 +239,7 @@ def test_help_shows_both_groups_of_options():
     assert "--steps" in text
 
 
-def test_files_in_the_current_folder_do_not_matter(tmp_path: Path):
+def test_files_in_the_current_folder_do_not_matter(tmp_path):
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
     assert command("dist-env", "--json", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}).returncode == 0
 
@@ -352,7 +352,7 @@ def test_home_on_a_network_disk_gets_a_secret(started, tmp_path):
         ("dist-bench --iters 16 sixteen", "'sixteen'"),
     ],
 )
-def test_value_that_is_no_choice_is_refused(line: str, value: str):
+def test_value_that_is_no_choice_is_refused(line, value):
     """No case of ``refusals``: versions of argparse list the choices in different forms."""
     result = command(*line.split())
     assert result.returncode == 2
@@ -368,14 +368,14 @@ def test_workers_start_without_what_the_launcher_of_their_node_has_set():
     assert not set(variables) & set(plan_of("dist-run", "--keep-env", "PMIX_*", "train.py", **kept)["unset"])
 
 
-def test_compiled_code_lies_in_a_private_folder_of_the_node(tmp_path: Path):
+def test_compiled_code_lies_in_a_private_folder_of_the_node(tmp_path):
     plan = plan_of("dist-run", "train.py", TMPDIR=str(tmp_path), CUDA_CACHE_PATH="/mine")
     assert plan["env"]["TRITON_CACHE_DIR"].startswith(f"{tmp_path}/imgkit-cache-")
     assert "CUDA_CACHE_PATH" not in plan["env"]
     assert list(tmp_path.iterdir()) == [], "a dry run makes nothing"
 
 
-def test_program_that_logs_to_an_unreachable_service_is_offline(tmp_path: Path):
+def test_program_that_logs_to_an_unreachable_service_is_offline(tmp_path):
     # Nothing listens on port 1 of this machine.
     env = {"WANDB_API_KEY": "x", "WANDB_BASE_URL": "http://127.0.0.1:1", "IMGKIT_RUN_DIR": str(tmp_path)}
     plan = plan_of("dist-run", "train.py", **env)

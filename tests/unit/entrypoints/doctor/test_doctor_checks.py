@@ -137,7 +137,7 @@ def image(tmp_path: Path) -> Path:
     return write_files(tmp_path, {"opt/imgkit/manifest.json": '{"platform": "linux/amd64"}'})
 
 
-def test_good_node_is_all_ok(image: Path) -> None:
+def test_good_node_is_all_ok(image):
     checks = examine(IB, MN5, CUDA, root=image, nnodes=2)
     assert {check.verdict for check in checks} == {"ok"}, [*node.table(checks)]
     assert {"gpus", "memlock", "rdma ports", "rdma devices", "libibverbs", "gpudirect"} <= {
@@ -145,13 +145,13 @@ def test_good_node_is_all_ok(image: Path) -> None:
     }
 
 
-def test_good_slingshot_node_has_no_failure(image: Path) -> None:
+def test_good_slingshot_node_has_no_failure(image):
     checks = examine(CXI, None, CUDA, root=image, nnodes=2)
     assert node.passed(checks), [*node.table(checks)]
     assert verdicts(checks, "libfabric") == ["ok"]
 
 
-def test_laptop_is_fine_without_anything() -> None:
+def test_laptop_is_fine_without_anything():
     checks = examine(GOOD)
     assert node.passed(checks)
     assert verdicts(checks, "memlock") == []
@@ -189,9 +189,7 @@ def test_laptop_is_fine_without_anything() -> None:
         ({"interfaces": ()}, "interface", "unknown", "--contain"),
     ],
 )  # fmt: skip
-def test_one_fault_is_named_with_its_fix(
-    changed: dict[str, object], name: str, verdict: str, fix: str, image: Path
-) -> None:
+def test_one_fault_is_named_with_its_fix(changed, name, verdict, fix, image):
     checks = examine(IB, MN5, CUDA, root=image, nnodes=2, **changed)
     hits = [check for check in checks if check.name == name and check.verdict == verdict]
     assert len(hits) == 1, [*node.table(checks)]
@@ -210,7 +208,7 @@ def nic(number: int, *, card: int | None = None, function: int = 0, state: str =
     )
 
 
-def test_dead_ports_fail_where_the_recipe_wants_them(image: Path) -> None:
+def test_dead_ports_fail_where_the_recipe_wants_them(image):
     hit, *_ = results("rdma ports", IB, MN5, CUDA, root=image, rdma=(nic(0, state="2: INIT"),))
     assert hit.verdict == "fail"
     assert "state: 2: INIT" in hit.evidence
@@ -240,9 +238,7 @@ UNPLUGGED = dataclasses.replace(PORT, number=2, state=DOWN, path=PORT.path[:-1] 
         "the second port of a NIC has no cable",
     ],
 )
-def test_port_without_a_link_is_a_fault_if_its_card_has_failed(
-    system: SystemFacts | None, nics: list[RdmaDevice], expected: list[str]
-) -> None:
+def test_port_without_a_link_is_a_fault_if_its_card_has_failed(system, nics, expected):
     assert verdicts(examine(IB, system, rdma=tuple(nics)), "rdma ports") == expected
 
 
@@ -272,17 +268,17 @@ RUNAI = dataclasses.replace(MN5, scheduler="runai")
     ],
 )
 def test_circumstances_change_the_verdict(
-    name: str,
-    system: SystemFacts | None,
-    env: dict[str, str],
-    changed: dict[str, object],
-    expected: list[str],
-) -> None:
+    name,
+    system,
+    env,
+    changed,
+    expected,
+):
     assert verdicts(examine(IB, system, env, **changed), name) == expected
 
 
 @pytest.mark.parametrize("name", ["NCCL_TOPO_FILE", "NCCL_GRAPH_FILE"])
-def test_file_of_a_variable_has_to_exist(tmp_path: Path, name: str) -> None:
+def test_file_of_a_variable_has_to_exist(tmp_path, name):
     (tmp_path / "topo.xml").write_text("<system/>")
     assert results("variables", GOOD, None, {name: "/topo.xml"}, root=tmp_path) == []
     for setting in ({"env": {name: "/gone.xml"}}, {"system": SystemFacts(env={name: "/gone.xml"})}):
@@ -291,12 +287,12 @@ def test_file_of_a_variable_has_to_exist(tmp_path: Path, name: str) -> None:
         assert "--bind /gone.xml" in hit.fix
 
 
-def test_variable_like_no_other_is_unknown_not_wrong() -> None:
+def test_variable_like_no_other_is_unknown_not_wrong():
     (hit,) = results("variables", GOOD, None, {"NCCL_SITE_X": "1"})
     assert (hit.verdict, hit.fix.startswith("unset NCCL_SITE_X")) == ("unknown", True)
 
 
-def test_roce_without_ipv4_fails_between_nodes_only() -> None:
+def test_roce_without_ipv4_fails_between_nodes_only():
     gid = Gid(index=0, value="fe80:0000:0000:0000:b226:28ff:fed3:b0f0", kind="RoCE v2", netdev="net1")
     port = dataclasses.replace(PORT, link_layer="Ethernet", gids=(gid,))
     nics = (dataclasses.replace(NIC, ports=(port,)),)
@@ -307,19 +303,19 @@ def test_roce_without_ipv4_fails_between_nodes_only() -> None:
 
 
 @pytest.mark.parametrize("gone", ["libfabric.so.1", "libcxi.so.1", "libnccl-net.so"])
-def test_lacking_slingshot_library_is_named(gone: str) -> None:
+def test_lacking_slingshot_library_is_named(gone):
     libraries = tuple(item for item in CXI.libraries if item.name != gone)
     (hit,) = results("libfabric", CXI, libraries=libraries, nnodes=2)
     assert (hit.verdict, hit.evidence.endswith(gone)) == ("fail", True)
 
 
-def test_slingshot_device_that_does_not_open_is_named() -> None:
+def test_slingshot_device_that_does_not_open_is_named():
     closed = (dataclasses.replace(CXI.cxi[0], opens=False),)
     (hit,) = results("slingshot", CXI, cxi=closed, nnodes=2)
     assert (hit.verdict, hit.evidence) == ("fail", "cannot be opened: cxi0")
 
 
-def test_what_the_launcher_set_is_nobodys_wish(image: Path) -> None:
+def test_what_the_launcher_set_is_nobodys_wish(image):
     env = {"NCCL_IB_DISABLE": "1", **CUDA}
     checks = examine(GOOD, MN5, env, root=image, nnodes=2)
     assert not any("the recipe says infiniband" in check.evidence for check in checks)
@@ -327,13 +323,13 @@ def test_what_the_launcher_set_is_nobodys_wish(image: Path) -> None:
     assert any("the recipe says infiniband" in check.evidence for check in checks)
 
 
-def test_hidden_nccl_settings_are_shown() -> None:
+def test_hidden_nccl_settings_are_shown():
     setting = Setting(name="NCCL_ALGO", value="Ring", path="/etc/nccl.conf")
     (hit,) = results("nccl.conf", GOOD, nccl_settings=(setting,))
     assert hit.evidence == "NCCL_ALGO=Ring (/etc/nccl.conf)"
 
 
-def test_iommu_is_unknown_not_a_failure(image: Path) -> None:
+def test_iommu_is_unknown_not_a_failure(image):
     (image / "sys/class/iommu/dmar0").mkdir(parents=True)
     assert verdicts(examine(IB, root=image), "iommu") == ["unknown"]
 
@@ -346,7 +342,7 @@ def test_iommu_is_unknown_not_a_failure(image: Path) -> None:
         ({"PBS_JOBID": "7.pbs"}, "ok", "PBS_JOBID"),
     ],
 )
-def test_hidden_job_is_told(env: dict[str, str], verdict: str, evidence: str) -> None:
+def test_hidden_job_is_told(env, verdict, evidence):
     (hit,) = results("scheduler", IB, dataclasses.replace(MN5, scheduler="slurm"), env)
     assert (hit.verdict, evidence in hit.evidence) == (verdict, True)
 
@@ -355,9 +351,7 @@ def test_hidden_job_is_told(env: dict[str, str], verdict: str, evidence: str) ->
     ("host_glibc", "image_glibc", "verdict"),
     [(34, 36, "ok"), (36, 36, "ok"), (38, 36, "fail"), (100, 99, "fail")],
 )
-def test_host_library_needs_the_images_glibc(
-    host_glibc: int, image_glibc: int, verdict: str, tmp_path: Path
-) -> None:
+def test_host_library_needs_the_images_glibc(host_glibc, image_glibc, verdict, tmp_path):
     minor_versions = {LIBRARY + ".14": host_glibc, "/usr/lib/x86_64-linux-gnu/libc.so.6": image_glibc}
     for path, minor in minor_versions.items():
         library = b"\x7fELF\xff\0GLIBC_2.2.5\0GLIBC_2.%d\0GLIBC_PRIVATE\0" % minor
@@ -379,16 +373,14 @@ PROCESSES = {"self": "python3 90", "90": "starter 80", "80": "starter 1", "91": 
         ({"91": "bash 80"}, {"SLURM_JOB_ID": "7"}, []),
     ],
 )
-def test_image_that_a_process_mounts_is_told(
-    changed: dict[str, str], env: dict[str, str], expected: list[str], tmp_path: Path
-) -> None:
+def test_image_that_a_process_mounts_is_told(changed, env, expected, tmp_path):
     for number, text in {**PROCESSES, **changed}.items():
         name, parent = text.split()
         write_files(tmp_path / "proc" / number, {"comm": name, "status": f"Name:\t{name}\nPPid:\t{parent}"})
     assert verdicts(examine(GOOD, None, env, root=tmp_path), "image mount") == expected
 
 
-def test_broken_manifest_is_unknown(image: Path) -> None:
+def test_broken_manifest_is_unknown(image):
     for text in ("{", "[]", "{}", '{"platform": 3}'):
         (image / "opt/imgkit/manifest.json").write_text(text)
         assert verdicts(examine(GOOD, SystemFacts(), root=image), "image") == ["unknown"]
@@ -406,15 +398,13 @@ OPEN_DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.
         ("", {}, "unknown", "CUDA_VERSION is not set"),
     ],
 )
-def test_driver_is_its_version_alone(driver: str, env: dict[str, str], version: str, cuda: str) -> None:
+def test_driver_is_its_version_alone(driver, env, version, cuda):
     (hit,) = results("driver", IB, None, env, driver=driver)
     assert hit.evidence == f"{version} (/proc/driver/nvidia/version), {cuda}"
 
 
 @pytest.mark.parametrize("args", [["--strict"], ["--strict", "--json"]])
-def test_strict_makes_a_warning_a_failure(
-    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_strict_makes_a_warning_a_failure(args, tmp_path, capsys):
     env = {"IMGKIT_ROOT": str(tmp_path), "NCCL_BLOCKING_WAIT": "1"}
     assert node.main(args, {"IMGKIT_ROOT": str(tmp_path)}) == 0
     assert node.main(args[1:], env) == 0
@@ -432,7 +422,7 @@ def rdma_env(tmp_path: Path) -> dict[str, str]:
     return {"IMGKIT_ROOT": str(write_files(tmp_path, {"proc/self/limits": limits}))}
 
 
-def test_json_has_all_checks(rdma_env: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_checks(rdma_env, capsys):
     assert node.main(["--json"], rdma_env) == 1
     report = json.loads(capsys.readouterr().out)
     assert (report["schema"], report["passed"]) == (1, False)
@@ -440,14 +430,14 @@ def test_json_has_all_checks(rdma_env: dict[str, str], capsys: pytest.CaptureFix
     assert set(report["checks"][0]) == {"name", "verdict", "evidence", "fix"}
 
 
-def test_table_puts_fixes_below(rdma_env: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_puts_fixes_below(rdma_env, capsys):
     node.main([], rdma_env)
     text = capsys.readouterr().out
     assert re.search(r"^fail     memlock .*\n +-> docker: --ulimit memlock=-1", text, re.MULTILINE)
     assert text.endswith("fail\n")
 
 
-def test_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_option_exits_with_two(capsys):
     with pytest.raises(SystemExit) as caught:
         node.main(["--jsno"], {})
     assert caught.value.code == 2
@@ -458,9 +448,7 @@ def test_wrong_option_exits_with_two(capsys: pytest.CaptureFixture[str]) -> None
     ("system", "file", "verdict"),
     [(MN5, "kfd", "fail"), (None, "kfd", "fail"), (MN5, "accel", "fail"), (None, "accel", "ok")],
 )
-def test_gpus_of_others_end_with_the_reason(
-    image: Path, system: SystemFacts | None, file: str, verdict: str
-) -> None:
+def test_gpus_of_others_end_with_the_reason(image, system, file, verdict):
     (image / "dev").mkdir()
     (image / "dev" / file).touch()
     seen = facts.gather(image, {})
@@ -471,7 +459,7 @@ def test_gpus_of_others_end_with_the_reason(
     assert "--nv" not in check.fix
 
 
-def test_plugin_without_file_fails(image: Path) -> None:
+def test_plugin_without_file_fails(image):
     checks = examine(IB, MN5, NO_PLUGIN, root=image)
     (hit,) = (check for check in checks if check.name == "plug-in")
     assert hit.verdict == "fail"
@@ -481,7 +469,7 @@ def test_plugin_without_file_fails(image: Path) -> None:
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_plugin_fails_if_the_linker_refuses_it(tmp_path: Path, works: bool) -> None:
+def test_plugin_fails_if_the_linker_refuses_it(tmp_path, works):
     path = Path("libc.so.6")
     if not works:
         path = tmp_path / "libnccl-net-x.so"
@@ -494,9 +482,7 @@ def test_plugin_fails_if_the_linker_refuses_it(tmp_path: Path, works: bool) -> N
 
 
 @pytest.mark.parametrize("args", [[], ["--json"]])
-def test_known_issues_are_listed_with_their_reasons(
-    args: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_known_issues_are_listed_with_their_reasons(args, tmp_path, capsys):
     env = {"IMGKIT_ROOT": str(tmp_path), "OPENUCX_VERSION": "1.19.0", "NCCL_NET": "OFI"}
     assert node.main(["--known-issues", *args], env) == 0
     text = capsys.readouterr().out

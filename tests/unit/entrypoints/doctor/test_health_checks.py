@@ -80,14 +80,14 @@ def checks(root: Path) -> dict[str, list[Check]]:
     }
 
 
-def test_healthy_hardware_is_ok(root: Path) -> None:
+def test_healthy_hardware_is_ok(root):
     results = checks(root)
     assert [check.verdict for check in results["pcie"] + results["gpu health"]] == ["ok", "ok"]
     assert results["port errors"] == results["xid"] == []
     assert results["pcie"][0].evidence == "2 links of GPUs and NICs are wide enough"
 
 
-def test_single_link_is_no_plural(root: Path) -> None:
+def test_single_link_is_no_plural(root):
     (root / "sys/class/infiniband/mlx5_0").unlink()
     assert [check.evidence for check in checks(root)["pcie"]] == ["1 link of a GPU or NIC is wide enough"]
 
@@ -102,7 +102,7 @@ def test_single_link_is_no_plural(root: Path) -> None:
         (GPU, "16", "2.5 GT/s PCIe", ""),  # an idle GPU lowers its speed, not its width
     ],
 )
-def test_narrow_link_is_told(root: Path, address: str, lanes: str, speed: str, evidence: str) -> None:
+def test_narrow_link_is_told(root, address, lanes, speed, evidence):
     device = root / "sys/devices/pci0000:16" / address
     write_files(device, {"current_link_width": lanes, "current_link_speed": speed})
     (hit,) = checks(root)["pcie"]
@@ -111,13 +111,13 @@ def test_narrow_link_is_told(root: Path, address: str, lanes: str, speed: str, e
     assert (f"lspci -vv -s {address}" in hit.fix) == bool(evidence)
 
 
-def test_link_of_unknown_width_is_left_out(root: Path) -> None:
+def test_link_of_unknown_width_is_left_out(root):
     for address in (GPU, NIC):
         write_files(root, {f"/sys/devices/pci0000:16/{address}/max_link_width": "Unknown"})
     assert checks(root)["pcie"] == []
 
 
-def test_counted_port_errors_are_told(root: Path) -> None:
+def test_counted_port_errors_are_told(root):
     counters = "/sys/devices/pci0000:16/0000:17:00.0/infiniband/mlx5_0/ports/1/counters"
     write_files(root, {f"{counters}/symbol_error": "4711"})
     (hit,) = checks(root)["port errors"]
@@ -136,7 +136,7 @@ def test_counted_port_errors_are_told(root: Path) -> None:
         ("slowdown>Not Active<", "slowdown>Active<", "warn", "held down by heat"),
     ],
 )
-def test_sick_gpu_is_told(root: Path, old: str, new: str, verdict: str, evidence: str) -> None:
+def test_sick_gpu_is_told(root, old, new, verdict, evidence):
     for report in (
         REPORT,
         REPORT.replace("clocks_event_reason", "clocks_throttle_reason"),
@@ -157,7 +157,7 @@ def test_sick_gpu_is_told(root: Path, old: str, new: str, verdict: str, evidence
         (31, ""),
     ],
 )
-def test_xid_of_hardware_is_told(root: Path, number: int, evidence: str) -> None:
+def test_xid_of_hardware_is_told(root, number, evidence):
     write_files(root, {health.XIDS: "\n".join([XID.format(number)] * 3)})
     xid_checks = checks(root)["xid"]
     assert [evidence in check.evidence for check in xid_checks] == ([True] if evidence else [])
@@ -167,6 +167,6 @@ def test_xid_of_hardware_is_told(root: Path, number: int, evidence: str) -> None
 @pytest.mark.parametrize(
     "text", ["", "NVIDIA-SMI has failed because it could not communicate", "<gpu", "<log/>"]
 )
-def test_report_that_is_none_is_no_finding(root: Path, text: str) -> None:
+def test_report_that_is_none_is_no_finding(root, text):
     write_files(root, {health.NVIDIA_SMI: text})
     assert all(check.verdict == "ok" for check in checks(root)["gpu health"])

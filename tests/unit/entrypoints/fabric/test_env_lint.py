@@ -73,7 +73,7 @@ HARMLESS = {
 
 
 @pytest.mark.parametrize("danger", DANGERS)
-def test_danger_is_named_with_remedy(machine: Machine, danger: str):
+def test_danger_is_named_with_remedy(machine, danger):
     tree, env, message = DANGERS[danger]
     plan = fabric.choose_fabric(machine(tree, env=env), None, env, nnodes=2)
     assert any(message in str(text) for text in plan.warnings), plan.warnings
@@ -84,17 +84,17 @@ def test_danger_is_named_with_remedy(machine: Machine, danger: str):
 
 
 @pytest.mark.parametrize("case", HARMLESS)
-def test_right_values_pass_in_silence(machine: Machine, case: str):
+def test_right_values_pass_in_silence(machine, case):
     tree, env = HARMLESS[case]
     assert fabric.choose_fabric(machine(tree, env=env), None, env, nnodes=2).warnings == ()
 
 
-def test_gid_that_older_nccl_needs_passes(machine: Machine):
+def test_gid_that_older_nccl_needs_passes(machine):
     plan = fabric.choose_fabric(machine("roce_pod", "2.20.5"), None, {"NCCL_IB_GID_INDEX": "9"}, nnodes=2)
     assert plan.warnings == ()
 
 
-def test_remedy_names_the_file_of_a_value(machine: Machine):
+def test_remedy_names_the_file_of_a_value(machine):
     facts = replace(
         machine("none"), nccl_settings=(Setting(name="NCCL_ALGO", value="Rin", path="/etc/nccl.conf"),)
     )
@@ -102,7 +102,7 @@ def test_remedy_names_the_file_of_a_value(machine: Machine):
     assert warning.fix.endswith("remove NCCL_ALGO from /etc/nccl.conf")
 
 
-def test_recipe_that_turns_rdma_off_is_right(machine: Machine):
+def test_recipe_that_turns_rdma_off_is_right(machine):
     system = SystemFacts(env={"NCCL_IB_DISABLE": "1"})
     assert fabric.choose_fabric(machine("ib4_ndr200"), system, {}, nnodes=2).warnings == ()
 
@@ -112,7 +112,7 @@ def test_unknown_names_are_found():
     assert lint.unknown_names(names) == ("NCCL_FOO", "GLOO_FOO")
 
 
-def test_recipes_values_are_checked_too(machine: Machine):
+def test_recipes_values_are_checked_too(machine):
     system = SystemFacts(env={"FI_PROVIDER": "efa"})
     plan = fabric.choose_fabric(machine("cxi4"), system, {}, nnodes=2)
     assert any("FI_PROVIDER='efa' (from the recipe)" in str(text) for text in plan.warnings)

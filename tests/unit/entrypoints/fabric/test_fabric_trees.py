@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pytest
 
@@ -35,7 +34,7 @@ def assert_blockers(plan: fabric.FabricPlan, messages: Sequence[str]) -> None:
         assert message in str(blocker)
 
 
-def test_tree_yields_its_decision(machine: Machine, tree: str, row: Any):
+def test_tree_yields_its_decision(machine, tree, row):
     plan, expect = choose(machine(tree)), row.expect
     rate = plan.line_rate_Gbps and f"{plan.line_rate_Gbps:g}"
     assert f"{plan.kind} {rate} {' '.join(plan.devices)}" == expect.fabric
@@ -48,24 +47,24 @@ def test_tree_yields_its_decision(machine: Machine, tree: str, row: Any):
     assert_blockers(plan, expect.blocks)
 
 
-def test_older_nccl_is_told_more(machine: Machine, tree: str, row: Any):
+def test_older_nccl_is_told_more(machine, tree, row):
     plan, expect = choose(machine(tree, nccl="2.20.5")), row.expect
     assert_env(plan.env, {**expect.env, **expect.old_env})
     assert_blockers(plan, expect.old_blocks)
 
 
-def test_reasons_quote_what_was_read(machine: Machine, tree: str, row: Any):
+def test_reasons_quote_what_was_read(machine, tree, row):
     host = machine(tree)
     for item in choose(host).decisions:
         assert re.search(r"(/sys/class|/proc)/[\w/]+", item.reason), item
 
 
-def test_reasons_name_no_test_folder(machine: Machine, tree: str, row: Any, tmp_path):
+def test_reasons_name_no_test_folder(machine, tree, row, tmp_path):
     plan = choose(machine(tree))
     assert str(tmp_path) not in repr(plan)
 
 
-def test_users_variables_are_never_replaced(machine: Machine, tree: str, row: Any):
+def test_users_variables_are_never_replaced(machine, tree, row):
     host = machine(tree)
     names = {item.variable for item in choose(host).decisions if item.used and item.variable != "fabric"}
     for name in names:
@@ -74,13 +73,13 @@ def test_users_variables_are_never_replaced(machine: Machine, tree: str, row: An
         assert "set by the user" in decision(plan, name, "mine").reason
 
 
-def test_empty_value_counts_as_set(machine: Machine):
+def test_empty_value_counts_as_set(machine):
     plan = choose(machine("ib4_ndr200"), NCCL_IB_HCA="")
     assert "NCCL_IB_HCA" not in plan.env
     assert decision(plan, "NCCL_IB_HCA").reason.startswith("set by the user")
 
 
-def test_recipe_yields_to_user_only(machine: Machine):
+def test_recipe_yields_to_user_only(machine):
     system = SystemFacts(env={"NCCL_IB_HCA": "=mlx5_1:1", "NCCL_CROSS_NIC": "1"})
     host = machine("ib4_ndr200")
     plan = choose(host, system)
@@ -92,7 +91,7 @@ def test_recipe_yields_to_user_only(machine: Machine):
     assert users_plan.devices == ("mlx5_2:1",)
 
 
-def test_nccl_conf_counts_as_users(planted, machine: Machine):
+def test_nccl_conf_counts_as_users(planted, machine):
     root = planted("ib4_ndr200")
     (root / "etc/nccl.conf").write_text("# site\nNCCL_IB_HCA==mlx5_3:1\nNCCL_CROSS_NIC=0\n")
     plan = choose(facts.gather(root, {"IMGKIT_NCCL_VERSION": "2.27.3"}))
@@ -102,7 +101,7 @@ def test_nccl_conf_counts_as_users(planted, machine: Machine):
     assert decision(plan, "NCCL_CROSS_NIC").value == "0"
 
 
-def test_recipe_can_switch_verbs_off(machine: Machine, recipes: Recipes):
+def test_recipe_can_switch_verbs_off(machine, recipes):
     plan = choose(machine("ib4_ndr200"), recipes["lambda"])
     assert plan.kind == "tcp"
     assert plan.env["NCCL_IB_DISABLE"] == "1"
@@ -110,13 +109,13 @@ def test_recipe_can_switch_verbs_off(machine: Machine, recipes: Recipes):
     assert not plan.warnings
 
 
-def test_user_can_ask_for_sockets(machine: Machine, recipes: Recipes):
+def test_user_can_ask_for_sockets(machine, recipes):
     plan = choose(machine("ib4_ndr200"), recipes["mn5"], NCCL_NET="Socket")
     assert plan.kind == "tcp"
     assert not plan.blockers
 
 
-def test_sockets_use_the_fabrics_interface(machine: Machine):
+def test_sockets_use_the_fabrics_interface(machine):
     on_ib = choose(machine("ib4_ndr200"), NCCL_IB_DISABLE="1")
     assert on_ib.env["NCCL_SOCKET_IFNAME"] == "ib0"
     assert "TCP is requested" in decision(on_ib, "NCCL_IB_DISABLE").reason
@@ -136,11 +135,11 @@ def test_slingshot_nic_that_is_down_warns(planted):
     assert plan.env["NCCL_SOCKET_IFNAME"] == "hsn0,hsn1,hsn3"
 
 
-def test_recipe_is_confirmed_by_machine(machine: Machine, recipes: Recipes):
+def test_recipe_is_confirmed_by_machine(machine, recipes):
     assert choose(machine("ib4_ndr200"), recipes["mn5"]).warnings == ()
 
 
-def test_missing_fabric_blocks_gpu_nodes(machine: Machine, recipes: Recipes, planted):
+def test_missing_fabric_blocks_gpu_nodes(machine, recipes, planted):
     root = planted("ports_down")
     for number in range(4):
         (root / f"dev/nvidia{number}").touch()
@@ -150,24 +149,24 @@ def test_missing_fabric_blocks_gpu_nodes(machine: Machine, recipes: Recipes, pla
     assert not users_plan.blockers
 
 
-def test_missing_fabric_only_warns_elsewhere(machine: Machine, recipes: Recipes):
+def test_missing_fabric_only_warns_elsewhere(machine, recipes):
     plan = choose(machine("none"), recipes["mn5"])
     assert not plan.blockers
     assert "the recipe says infiniband" in str(plan.warnings[0])
 
 
-def test_nics_of_recipe_are_all_kept(machine: Machine):
+def test_nics_of_recipe_are_all_kept(machine):
     system = SystemFacts(fabric=Fabric(kind="roce", nics=4))
     plan = choose(machine("roce_storage"), system)
     assert plan.devices == ("mlx5_0:1", "mlx5_1:1", "mlx5_5:1", "mlx5_7:1")
 
 
-def test_lower_rate_than_recipe_warns(machine: Machine, recipes: Recipes):
+def test_lower_rate_than_recipe_warns(machine, recipes):
     plan = choose(machine("two_ports"), recipes["mn5"])
     assert any("this node has 400 of its 800 Gbit/s" in str(text) for text in plan.warnings)
 
 
-def test_socket_numbers_are_for_tcp(machine: Machine, recipes: Recipes):
+def test_socket_numbers_are_for_tcp(machine, recipes):
     plan = choose(machine("roce_pod"), recipes["rcp"])
     assert "NCCL_SOCKET_NTHREADS" not in plan.env
     assert set(plan.unset) == {"NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD"}
@@ -175,26 +174,26 @@ def test_socket_numbers_are_for_tcp(machine: Machine, recipes: Recipes):
     assert by_tcp.env["NCCL_NSOCKS_PERTHREAD"] == "8"
 
 
-def test_unknown_nccl_exports_no_gid(machine: Machine):
+def test_unknown_nccl_exports_no_gid(machine):
     plan = choose(machine("roce_pod", nccl=""), NCCL_SOCKET_IFNAME="eth0")
     assert "NCCL_IB_GID_INDEX" not in plan.env
     assert any("IMGKIT_NCCL_VERSION" in str(text) for text in plan.warnings)
 
 
-def test_own_search_is_not_foretold(machine: Machine):
+def test_own_search_is_not_foretold(machine):
     plan = choose(machine("roce_no_ipv4"), NCCL_IB_ADDR_FAMILY="AF_INET6")
     assert not plan.blockers
     assert not decision(plan, "NCCL_IB_GID_INDEX").used
 
 
-def test_plugin_is_pinned_between_nodes(machine: Machine):
+def test_plugin_is_pinned_between_nodes(machine):
     host = machine("cxi4")
     assert choose(host, nnodes=2).env["NCCL_NET"] == "AWS Libfabric"
     assert "NCCL_NET" not in choose(host, nnodes=1).env
     assert "NCCL_NET" not in choose(host, nnodes=2, NCCL_NET_PLUGIN="ofi").env
 
 
-def test_recipe_interfaces_absent_are_dropped(machine: Machine, recipes: Recipes):
+def test_recipe_interfaces_absent_are_dropped(machine, recipes):
     plan = choose(machine("none"), recipes["olivia"])
     assert plan.env["NCCL_SOCKET_IFNAME"] == "eth0"
     assert (
@@ -206,23 +205,23 @@ def test_recipe_interfaces_absent_are_dropped(machine: Machine, recipes: Recipes
 @pytest.mark.parametrize(
     ("nccl", "guarded"), [("2.26.6", False), ("2.27.3", True), ("2.30.7", True), ("", True)]
 )
-def test_ll128_guard_follows_version(machine: Machine, nccl: str, guarded: bool):
+def test_ll128_guard_follows_version(machine, nccl, guarded):
     assert (choose(machine("cxi4", nccl=nccl)).env.get("NCCL_PROTO") == "^LL128") == guarded
 
 
 @pytest.mark.parametrize("protocols", ["Simple", "LL,Simple", "^LL128", "^LL128,LL"])
-def test_clean_protocol_is_accepted(machine: Machine, protocols: str):
+def test_clean_protocol_is_accepted(machine, protocols):
     plan = choose(machine("cxi4"), NCCL_PROTO=protocols)
     assert not any("wrong sums" in str(text) for text in plan.warnings)
 
 
-def test_heads_network_decides_interface(machine: Machine):
+def test_heads_network_decides_interface(machine):
     host = machine("ib4_ndr200")
     plan = fabric.choose_fabric(host, None, {}, nnodes=2, head="10.0.0.9")
     assert plan.env["GLOO_SOCKET_IFNAME"] == "eno1"
 
 
-def test_loopback_head_means_loopback(machine: Machine):
+def test_loopback_head_means_loopback(machine):
     plan = fabric.choose_fabric(machine("none"), None, {}, nnodes=2, head="127.0.0.1")
     assert plan.env["GLOO_SOCKET_IFNAME"] == "lo"
 
@@ -234,7 +233,7 @@ def test_machine_without_network_blocks_nodes(planted):
     assert "nodes cannot connect" in str(plan.blockers[0])
 
 
-def test_one_node_needs_no_interface(machine: Machine):
+def test_one_node_needs_no_interface(machine):
     plan = choose(machine("none"), nnodes=1)
     assert "NCCL_SOCKET_IFNAME" not in plan.env
     assert decision(plan, "NCCL_SOCKET_IFNAME").value == "eth0"

@@ -72,5 +72,5 @@ def test_rule_is_nccls_scan_exhaustively():
 
 @settings(max_examples=500, deadline=None)
 @given(st.lists(st.sampled_from(KINDS), min_size=1, max_size=256))
-def test_rule_is_nccls_scan_anywhere(table: list[Slot]):
+def test_rule_is_nccls_scan_anywhere(table):
     assert rule(table) == scan(table)

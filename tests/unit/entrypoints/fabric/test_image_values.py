@@ -97,7 +97,7 @@ def case(request: pytest.FixtureRequest, machine: Machine) -> Case:
     return Case(replace(host, libraries=(*host.libraries, *PLUGINS)), name, value, expected)
 
 
-def test_facts_correct_the_image(case: Case):
+def test_facts_correct_the_image(case):
     image = {"PATH": "/bin", case.name: case.value}
     plan, bare = case.choose(image, value=case.value), case.choose({})
     expected = {KEPT: case.value, GONE: None}.get(case.expected, case.expected)
@@ -109,27 +109,27 @@ def test_facts_correct_the_image(case: Case):
         assert any("the image" in item.reason for item in decisions), decisions
 
 
-def test_other_value_than_the_images_is_the_users(case: Case):
+def test_other_value_than_the_images_is_the_users(case):
     plan = case.choose({"PATH": "/bin", case.name: "another"}, value=case.value)
     assert case.worker_value(plan, case.value) == case.value
     decisions = [item for item in plan.decisions if item.variable == case.name and item.value == case.value]
     assert {item.origin for item in decisions} <= {"user"}
 
 
-def test_recipe_replaces_the_image(case: Case):
+def test_recipe_replaces_the_image(case):
     image, system = {"PATH": "/bin", case.name: "of the image"}, SystemFacts(env={case.name: case.value})
     plan, bare = case.choose(image, system, "of the image"), case.choose(image, system)
     assert case.worker_value(plan, "of the image") == case.worker_value(bare, None)
     assert dict(plan.env) == dict(bare.env)
 
 
-def test_without_manifest_all_values_are_the_users(case: Case):
+def test_without_manifest_all_values_are_the_users(case):
     plan = case.choose(None, value=case.value)
     assert case.worker_value(plan, case.value) == case.value
     assert "no variables of an image" in plan.image
 
 
-def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
+def test_interface_of_the_partition_is_that_of_the_recipe(machine):
     partitions = {"a": Partition(interfaces=("eno1", "ib0")), "b": Partition(interfaces=("eth9",))}
     system = SystemFacts(env={"NCCL_SOCKET_IFNAME": "ib0"}, partitions=partitions)
     host = machine("ib4_ndr200")
@@ -148,7 +148,7 @@ def test_interface_of_the_partition_is_that_of_the_recipe(machine: Machine):
 
 
 @pytest.mark.parametrize("image", [{}, {"NCCL_SOCKET_IFNAME": "ib0"}])
-def test_recipes_value_in_the_environment_is_the_recipes(machine: Machine, image: Mapping[str, str]):
+def test_recipes_value_in_the_environment_is_the_recipes(machine, image):
     """A shell or a script that ``imgkit run`` has started has the recipe's variables."""
     env = {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_NET_GDR_LEVEL": "PHB"}
     found = replace(machine("none", env=env), image_env=image)
@@ -158,7 +158,7 @@ def test_recipes_value_in_the_environment_is_the_recipes(machine: Machine, image
     assert started.env["NCCL_SOCKET_IFNAME"] == "eth0"  # this machine has no ib0
 
 
-def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):
+def test_images_plugin_keeps_slingshots_guard_and_warning(machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     host = machine("cxi4", env=env)
     of_image = choose(replace(host, image_env=env), None, env)
@@ -173,13 +173,13 @@ def test_images_plugin_keeps_slingshots_guard_and_warning(machine: Machine):
     assert of_user.unset == ()
 
 
-def test_images_ofi_plugin_that_is_absent_is_dropped(machine: Machine):
+def test_images_ofi_plugin_that_is_absent_is_dropped(machine):
     env = {"NCCL_NET_PLUGIN": "ofi"}
     plan = choose(replace(machine("cxi4", env=env), image_env=env), None, env)
     assert (plan.env["NCCL_NET"], plan.unset) == ("AWS Libfabric", ("NCCL_NET_PLUGIN",))
 
 
-def test_decision_names_who_made_it(machine: Machine):
+def test_decision_names_who_made_it(machine):
     env = {"NCCL_CROSS_NIC": "0", "NCCL_PROTO": "^LL128", "NCCL_NET_GDR_LEVEL": "SYS"}
     image = {"NCCL_PROTO": "^LL128", "NCCL_NET_GDR_LEVEL": "SYS"}
     system = SystemFacts(env={"FI_CXI_DEFAULT_TX_SIZE": "512"})
@@ -193,7 +193,7 @@ def test_decision_names_who_made_it(machine: Machine):
     assert level.reason.endswith("replaces the image's 'SYS'")
 
 
-def test_nccl_conf_is_not_hidden_by_the_image(machine: Machine):
+def test_nccl_conf_is_not_hidden_by_the_image(machine):
     env = {"NCCL_CROSS_NIC": "0"}
     setting = Setting(name="NCCL_CROSS_NIC", value="2", path="/home/u/.nccl.conf")
     host = replace(machine("none", env=env), image_env=env, nccl_settings=(setting,))
@@ -204,7 +204,7 @@ def test_nccl_conf_is_not_hidden_by_the_image(machine: Machine):
     assert decision.reason == "set by the user in /home/u/.nccl.conf; replaces the image's '0'"
 
 
-def test_user_insists_by_nccl_conf(machine: Machine):
+def test_user_insists_by_nccl_conf(machine):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     setting = Setting(name="NCCL_NET_PLUGIN", value="spcx", path="/home/u/.nccl.conf")
     host = machine("cxi4", env=env)
@@ -217,7 +217,7 @@ def test_user_insists_by_nccl_conf(machine: Machine):
 
 @pytest.mark.parametrize("setter", ["user", "recipe"])
 @pytest.mark.parametrize("on", MACHINES)
-def test_named_plugin_without_file_is_warned_about(machine: Machine, on: str, setter: str):
+def test_named_plugin_without_file_is_warned_about(machine, on, setter):
     env = {"NCCL_NET_PLUGIN": "spcx"}
     system = SystemFacts(env=env) if setter == "recipe" else None
     env_of_user = env if setter == "user" else {}
@@ -230,7 +230,7 @@ def test_named_plugin_without_file_is_warned_about(machine: Machine, on: str, se
 @pytest.mark.parametrize(
     "value", ["none", "STATIC_PLUGIN", "spcx", "/opt/mine.so", "ofi,spcx", "lib/own.so", ""]
 )
-def test_plugin_that_is_there_is_not_warned_about(planted, value: str):
+def test_plugin_that_is_there_is_not_warned_about(planted, value):
     root: Path = planted("ib4_ndr200")
     folder = root / "opt/hpcx"
     folder.mkdir(parents=True)
@@ -256,7 +256,7 @@ def test_manifest_and_recipe_are_read(planted):
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"base": {}}', '{"base": {"env": {}}}', '{"base": 3}'])
-def test_image_without_variables_is_unknown(planted, text: str):
+def test_image_without_variables_is_unknown(planted, text):
     root: Path = planted("none")
     (root / "opt/imgkit").mkdir(parents=True)
     (root / "opt/imgkit/manifest.json").write_text(text)

@@ -59,7 +59,7 @@ def test_each_row_has_its_fixtures_a_source_and_a_date():
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_row_matches_and_acts(machine: Machine, name: str):
+def test_row_matches_and_acts(machine, name):
     plan, issue = choose(machine, CASES[name]["match"]), ROWS[name]
     assert state(plan, name) == "match"
     assert {key: plan.env.get(key) for key in issue.env} == issue.env
@@ -68,14 +68,14 @@ def test_row_matches_and_acts(machine: Machine, name: str):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_near_miss_does_not_match(machine: Machine, name: str):
+def test_near_miss_does_not_match(machine, name):
     plan = choose(machine, near_miss(name))
     assert state(plan, name) == "no match"
     assert not any(f"known issue {name}" in str(item) for item in (*plan.warnings, *plan.refusals))
 
 
 @pytest.mark.parametrize("name", [name for name, issue in ROWS.items() if issue.effect == "set"])
-def test_value_of_the_user_is_kept(machine: Machine, name: str):
+def test_value_of_the_user_is_kept(machine, name):
     (variable,) = ROWS[name].env
     plan = choose(machine, CASES[name]["match"], {variable: "mine"})
     (decision,) = [item for item in plan.decisions if item.variable == variable]
@@ -83,7 +83,7 @@ def test_value_of_the_user_is_kept(machine: Machine, name: str):
     assert "imgkit would set" in decision.reason
 
 
-def test_guard_against_ll128_holds_for_an_unknown_nccl(machine: Machine):
+def test_guard_against_ll128_holds_for_an_unknown_nccl(machine):
     case = {"tree": "cxi4", "facts": {"nccl_version": ""}}
     assert choose(machine, case).env["NCCL_PROTO"] == "^LL128"
 
@@ -109,7 +109,7 @@ def test_guard_against_ll128_holds_for_an_unknown_nccl(machine: Machine):
         (r"gpu matches \bH[12]00\b", {"gpu": "NVIDIA h200"}, "match"),
     ],
 )
-def test_condition_compares_a_value(condition: str, values: dict[str, str], expected: str):
+def test_condition_compares_a_value(condition, values, expected):
     assert known_issues.evaluate_issue(row(when=(condition,)), lookup(**values)).state == expected
 
 
@@ -129,7 +129,7 @@ def test_unknown_fact_is_named_unless_another_condition_fails():
     )
 
 
-def test_site_replaces_and_ignores_rows(machine: Machine, tmp_path: Path):
+def test_site_replaces_and_ignores_rows(machine, tmp_path):
     file = tmp_path / "rows.json"
     ignored = {"id": "nccl-hca-unused", "message": "meant so here", "effect": "ignore"}
     file.write_text(json.dumps([SITE, ignored]))
@@ -171,7 +171,7 @@ def test_site_replaces_and_ignores_rows(machine: Machine, tmp_path: Path):
         ({"mesage": "x"}, "rows[1].mesage is an unknown key"),
     ],
 )
-def test_malformed_row_is_refused_with_its_key(tmp_path: Path, changes: dict[str, object], message: str):
+def test_malformed_row_is_refused_with_its_key(tmp_path, changes, message):
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([SITE, {**SITE, **changes}]))
     with pytest.raises(UsageError) as error:
@@ -181,7 +181,7 @@ def test_malformed_row_is_refused_with_its_key(tmp_path: Path, changes: dict[str
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[", "[5]"])
-def test_file_without_rows_is_refused(tmp_path: Path, content: str | None):
+def test_file_without_rows_is_refused(tmp_path, content):
     file = tmp_path / "rows.json"
     if content is not None:
         file.write_text(content)

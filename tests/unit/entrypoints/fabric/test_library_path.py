@@ -69,7 +69,7 @@ def host_warnings(plan: fabric.FabricPlan) -> Sequence[str]:
     return [str(warning) for warning in plan.warnings if "host" in warning.what]
 
 
-def test_fitting_libraries_are_used(root: Path) -> None:
+def test_fitting_libraries_are_used(root):
     plan = choose(root)
     assert dict(plan.links) == {
         "libcxi.so.1": f"{HOST}{LIB}/libcxi.so.1",
@@ -83,14 +83,14 @@ def test_fitting_libraries_are_used(root: Path) -> None:
     assert not any("not on the library path" in str(warning) for warning in plan.warnings)
 
 
-def test_plug_in_of_the_host_can_be_named(root: Path) -> None:
+def test_plug_in_of_the_host_can_be_named(root):
     plan = choose(root, {**AUTO, "NCCL_NET_PLUGIN": "ofi"})
     assert not any("NCCL_NET_PLUGIN" in warning.what for warning in plan.warnings), plan.warnings
     plan = choose(root, {"NCCL_NET_PLUGIN": "ofi"})
     assert any("NCCL_NET_PLUGIN" in warning.what for warning in plan.warnings)
 
 
-def test_nothing_happens_unless_asked(root: Path) -> None:
+def test_nothing_happens_unless_asked(root):
     for env in ({}, {"IMGKIT_HOST_LIBS": "none"}):
         plan = choose(root, env)
         assert not plan.links
@@ -98,7 +98,7 @@ def test_nothing_happens_unless_asked(root: Path) -> None:
         assert not any("libcxi" in item.variable for item in plan.decisions)
 
 
-def test_newer_glibc_is_refused_by_name(root: Path) -> None:
+def test_newer_glibc_is_refused_by_name(root):
     put_host_library(root, "libcxi.so.1", needs={LIBC: ("GLIBC_2.34", "GLIBC_2.38")})
     plan = choose(root)
     assert not plan.links
@@ -127,27 +127,25 @@ def test_newer_glibc_is_refused_by_name(root: Path) -> None:
         ),
     ],
 )
-def test_library_that_cannot_be_loaded_is_refused(
-    root: Path, name: str, properties: dict[str, Any], text: str
-) -> None:
+def test_library_that_cannot_be_loaded_is_refused(root, name, properties, text):
     put_host_library(root, name, **properties)
     assert text in reason(choose(root), name)
 
 
-def test_damaged_library_is_refused_by_name(root: Path) -> None:
+def test_damaged_library_is_refused_by_name(root):
     library = root / f"{HOST}{LIB}/libcxi.so.1".lstrip("/")
     library.write_bytes(library.read_bytes()[:100])
     assert "libcxi.so.1 of the host is truncated: bytes" in reason(choose(root), "libcxi.so.1")
 
 
-def test_second_name_of_the_plug_in_is_reported_alone(root: Path) -> None:
+def test_second_name_of_the_plug_in_is_reported_alone(root):
     folder = root / f"{HOST}{LIB}".lstrip("/")
     (folder / "libnccl-net-ofi.so").unlink()
     put_host_library(root, "libnccl-net.so", needed=("libcudart.so.13",))
     assert "libnccl-net.so needs libcudart.so.13" in host_warnings(choose(root))[0]
 
 
-def test_needs_come_along_from_the_host(root: Path) -> None:
+def test_needs_come_along_from_the_host(root):
     put_host_library(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_1",), LIBC: ("GLIBC_2.17",)})
     put_host_library(root, "libjson-c.so.3", defines=("JSONC_1",))
     assert choose(root).links["libjson-c.so.3"] == f"{HOST}{LIB}/libjson-c.so.3"
@@ -156,7 +154,7 @@ def test_needs_come_along_from_the_host(root: Path) -> None:
     assert "libjson-c.so.3" not in choose(root).links
 
 
-def test_need_that_would_break_the_image_is_refused(root: Path) -> None:
+def test_need_that_would_break_the_image_is_refused(root):
     put_host_library(root, "libcxi.so.1", needs={"libjson-c.so.3": ("JSONC_2",)})
     put_host_library(root, "libjson-c.so.3", defines=("JSONC_2",))
     put_library(root, f"{LIB}/libjson-c.so.3", defines=("JSONC_1",))
@@ -164,7 +162,7 @@ def test_need_that_would_break_the_image_is_refused(root: Path) -> None:
     assert "needs JSONC_2, and the host's libjson-c.so.3 lacks JSONC_1, which the image's has" in text
 
 
-def test_compilers_library_never_comes_from_the_host(root: Path) -> None:
+def test_compilers_library_never_comes_from_the_host(root):
     put_host_library(
         root, "libfabric.so.1", needs={"libstdc++.so.6": ("GLIBCXX_3.4.32",)}, defines=("FABRIC_1.7",)
     )
@@ -174,7 +172,7 @@ def test_compilers_library_never_comes_from_the_host(root: Path) -> None:
     assert "needs GLIBCXX_3.4.32, the image has 3.4.30" in reason(choose(root), "libfabric.so.1")
 
 
-def test_older_library_does_not_replace_the_images(root: Path) -> None:
+def test_older_library_does_not_replace_the_images(root):
     put_library(root, f"{LIB}/libfabric.so.1", defines=("FABRIC_1.0", "FABRIC_1.7", "FABRIC_1.8"))
     plan = choose(root)
     assert "lacks FABRIC_1.8, which the image's has" in reason(plan, "libfabric.so.1")
@@ -182,13 +180,13 @@ def test_older_library_does_not_replace_the_images(root: Path) -> None:
     assert "libnccl-net-ofi.so" in plan.links
 
 
-def test_rpath_into_the_image_is_refused(root: Path) -> None:
+def test_rpath_into_the_image_is_refused(root):
     put_library(root, f"{LIB}/libcxi.so.1")
     put_host_library(root, "libfabric.so.1", needed=("libcxi.so.1",), rpath=LIB, defines=("FABRIC_1.7",))
     assert "has the RPATH /usr/lib64, where the image has another" in reason(choose(root), "libfabric.so.1")
 
 
-def test_listed_folders_are_searched_first(root: Path) -> None:
+def test_listed_folders_are_searched_first(root):
     put_host_library(root, "libcxi.so.1", "/cluster/ofi/lib", needs={LIBC: ("GLIBC_2.17",)})
     put_host_library(root, "libfabric.so.1", "/opt/cray/libfabric/1.22.0/lib64", defines=("FABRIC_1.7",))
     put_host_library(root, "libfabric.so.1", "/opt/cray/libfabric/1.9.0/lib64", defines=("FABRIC_1.7",))
@@ -197,7 +195,7 @@ def test_listed_folders_are_searched_first(root: Path) -> None:
     assert links["libfabric.so.1"] == f"{HOST}/opt/cray/libfabric/1.22.0/lib64/libfabric.so.1"
 
 
-def test_links_are_followed_as_on_the_host(root: Path) -> None:
+def test_links_are_followed_as_on_the_host(root):
     folder = root / f"{HOST}{LIB}".lstrip("/")
     (folder / "libcxi.so.1").rename(folder / "libcxi.so.1.5.0")
     (folder / "libcxi.so.1").symlink_to("/usr/lib64/libcxi.so.1.5.0")
@@ -210,7 +208,7 @@ def test_links_are_followed_as_on_the_host(root: Path) -> None:
     assert "is a link out of what is bound" in reason(choose(root), "libcxi.so.1")
 
 
-def test_users_library_comes_first(root: Path) -> None:
+def test_users_library_comes_first(root):
     put_library(root, "/mine/libcxi.so.1")
     (root / "opt/imgkit").mkdir(parents=True, exist_ok=True)
     image = {"base": {"env": {"PATH": "/bin", "LD_LIBRARY_PATH": "/of/image"}}}
@@ -223,7 +221,7 @@ def test_users_library_comes_first(root: Path) -> None:
     assert plan.env["LD_LIBRARY_PATH"] == f"/mine:{links_folder}:/of/image:/.singularity.d/libs"
 
 
-def test_launch_within_a_run_decides_the_same(root: Path, planted: Planted) -> None:
+def test_launch_within_a_run_decides_the_same(root, planted):
     outer = choose(root, {**AUTO, "LD_LIBRARY_PATH": "/mine"})
     stale = "/tmp/imgkit-host-libs-0-0123456789ab"
     put_library(root, f"{stale}/libcxi.so.1")
@@ -235,7 +233,7 @@ def test_launch_within_a_run_decides_the_same(root: Path, planted: Planted) -> N
     assert second.env == first.env
 
 
-def test_users_own_driver_comes_first(planted: Planted) -> None:
+def test_users_own_driver_comes_first(planted):
     root = driver_tree(planted, "550.54.15", "NVIDIA H100 80GB HBM3")
     (root / "mine").mkdir()
     (root / "mine/libcuda.so.1").touch()
@@ -243,25 +241,25 @@ def test_users_own_driver_comes_first(planted: Planted) -> None:
     assert "LD_LIBRARY_PATH names /mine, which has a libcuda.so.1 as well" in reason(plan, "cuda_compat")
 
 
-def test_other_fabric_needs_none(root: Path) -> None:
+def test_other_fabric_needs_none(root):
     plan = choose(root, {**AUTO, "NCCL_NET": "Socket"})
     assert not plan.links
     assert reason(plan, "host_libs").startswith("the fabric is tcp, which needs none of them")
 
 
-def test_container_without_the_hosts_folders_says_so(planted: Planted) -> None:
+def test_container_without_the_hosts_folders_says_so(planted):
     plan = choose(planted("cxi4"))
     assert "/run/imgkit/host does not exist" in reason(plan, "host_libs")
     assert "--bind /usr:/run/imgkit/host/usr:ro,/opt:/run/imgkit/host/opt:ro" in host_warnings(plan)[0]
 
 
-def test_host_without_any_says_so(planted: Planted) -> None:
+def test_host_without_any_says_so(planted):
     root = planted("cxi4")
     (root / "run/imgkit/host/usr").mkdir(parents=True)
     assert "system.runtime.host_libs" in host_warnings(choose(root))[0]
 
 
-def test_recipe_asks_and_the_user_declines(root: Path) -> None:
+def test_recipe_asks_and_the_user_declines(root):
     (root / "opt/imgkit").mkdir(parents=True, exist_ok=True)
     baked = {"fabric": {"host_libs": "auto"}, "runtime": {"host_libs": ["/cluster/lib"]}}
     (root / "opt/imgkit/system.json").write_text(json.dumps(baked))
@@ -271,7 +269,7 @@ def test_recipe_asks_and_the_user_declines(root: Path) -> None:
 
 
 @pytest.mark.parametrize("value", ["on", "auto:lib", "none:", "/usr/lib64"])
-def test_other_value_is_refused(root: Path, value: str) -> None:
+def test_other_value_is_refused(root, value):
     with pytest.raises(UsageError, match="neither none nor auto"):
         choose(root, {"IMGKIT_HOST_LIBS": value})
     with pytest.raises(UsageError, match="is none of none, major, auto"):
@@ -298,7 +296,7 @@ def compat(root: Path, cuda: str, **env: str) -> fabric.FabricPlan:
     return choose(root, {"IMGKIT_CUDA_COMPAT": "auto", "CUDA_VERSION": cuda, **env}, nnodes=1)
 
 
-def test_newer_cuda_on_a_data_centre_gpu_uses_compat(planted: Planted) -> None:
+def test_newer_cuda_on_a_data_centre_gpu_uses_compat(planted):
     plan = compat(
         driver_tree(planted, "550.54.15", "NVIDIA H100 80GB HBM3"), "12.9.0.043", LD_LIBRARY_PATH="/x"
     )
@@ -328,9 +326,7 @@ def test_newer_cuda_on_a_data_centre_gpu_uses_compat(planted: Planted) -> None:
         ("550.54.15", "NVIDIA H200", "", "unknown versions"),
     ],
 )
-def test_compat_is_refused_with_the_reason(
-    planted: Planted, driver: str, model: str, cuda: str, text: str
-) -> None:
+def test_compat_is_refused_with_the_reason(planted, driver, model, cuda, text):
     plan = compat(driver_tree(planted, driver, model), cuda)
     assert "LD_LIBRARY_PATH" not in plan.env
     assert text in reason(plan, "cuda_compat")
@@ -341,27 +337,25 @@ def test_compat_is_refused_with_the_reason(
     [("570.86.15", "13.0.1", True), ("535.161.08", "12.9.0", False), ("580.65.06", "13.1.0", False)],
     ids=["newer major", "newer minor", "minor of the newest"],
 )
-def test_newer_major_of_cuda_uses_compat_by_default(
-    planted: Planted, driver: str, cuda: str, is_used: bool
-) -> None:
+def test_newer_major_of_cuda_uses_compat_by_default(planted, driver, cuda, is_used):
     root = driver_tree(planted, driver, "NVIDIA H100 80GB HBM3", file="libcuda.so.590.10.01")
     plan = choose(root, {"CUDA_VERSION": cuda}, nnodes=1)
     assert (f"{COMPAT}/lib.real" in plan.env.get("LD_LIBRARY_PATH", "")) == is_used
     assert any(item.variable == "cuda_compat" for item in plan.decisions) == is_used
 
 
-def test_workstation_gpu_uses_no_compat_by_default(planted: Planted) -> None:
+def test_workstation_gpu_uses_no_compat_by_default(planted):
     plan = choose(driver_tree(planted, "570.86.15", "NVIDIA RTX A6000"), {"CUDA_VERSION": "13.0.1"}, nnodes=1)
     assert "LD_LIBRARY_PATH" not in plan.env
     assert "NVIDIA RTX A6000 is none (the default)" in reason(plan, "cuda_compat")
 
 
-def test_image_without_compat_says_so(planted: Planted) -> None:
+def test_image_without_compat_says_so(planted):
     plan = compat(planted("none"), "12.9.0")
     assert "the image has no /usr/local/cuda/compat/libcuda.so.1" in reason(plan, "cuda_compat")
 
 
-def test_compat_comes_before_the_links(root: Path) -> None:
+def test_compat_comes_before_the_links(root):
     version = "NVRM version: NVIDIA UNIX Kernel Module  550.54.15"
     drivers = {f"{COMPAT}/{name}": "" for name in ("libcuda.so.575.57.08", "libcuda.so.1")}
     write_files(root, {**drivers, "proc/driver/nvidia/version": version})

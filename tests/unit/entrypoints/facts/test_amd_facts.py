@@ -63,7 +63,7 @@ def start(host: HostFacts, device: str = "auto", system: SystemFacts | None = No
         ({**AMD_NODE, **fake_pci("0x030200", "0x10de")}, ""),
     ],
 )
-def test_amd_gpus_count_if_they_can_compute(tmp_path: Path, files: dict[str, str], evidence: str) -> None:
+def test_amd_gpus_count_if_they_can_compute(tmp_path, files, evidence):
     assert gather_facts(tmp_path, files).amd_gpus == evidence
 
 
@@ -78,7 +78,7 @@ def test_amd_gpus_count_if_they_can_compute(tmp_path: Path, files: dict[str, str
         ({}, ""),
     ],
 )
-def test_image_for_amd_is_told_by_its_torch(tmp_path: Path, files: dict[str, str], evidence: str) -> None:
+def test_image_for_amd_is_told_by_its_torch(tmp_path, files, evidence):
     assert gather_facts(tmp_path, files).rocm == evidence
 
 
@@ -91,9 +91,7 @@ def test_image_for_amd_is_told_by_its_torch(tmp_path: Path, files: dict[str, str
         ({**fake_torch("'6.4'"), "dev/nvidia0": ""}, "the image is made for AMD GPUs", "hip = 6.4"),
     ],
 )
-def test_start_on_amd_is_refused(
-    tmp_path: Path, files: dict[str, str], cause: str, where: str, system: SystemFacts | None
-) -> None:
+def test_start_on_amd_is_refused(tmp_path, files, cause, where, system):
     host = gather_facts(tmp_path, files)
     for device in ("auto", "cuda"):
         with pytest.raises(NoPlan) as caught:
@@ -105,6 +103,6 @@ def test_start_on_amd_is_refused(
 
 
 @pytest.mark.parametrize("files", [AMD_NODE, fake_torch("'6.4'")])
-def test_device_cpu_starts_on_amd(tmp_path: Path, files: dict[str, str]) -> None:
+def test_device_cpu_starts_on_amd(tmp_path, files):
     launch_plan = start(gather_facts(tmp_path, files), "cpu", SystemFacts(node=Node(gpus=8)))
     assert launch_plan.env["IMGKIT_DEVICE"] == "cpu"

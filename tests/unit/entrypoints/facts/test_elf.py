@@ -31,7 +31,7 @@ def loaded() -> list[Path]:
     return [Path(path) for path in sorted(set(re.findall(r"(/\S+\.so[.0-9]*)$", maps, re.MULTILINE)))]
 
 
-def test_names_and_versions_are_read(tmp_path: Path) -> None:
+def test_names_and_versions_are_read(tmp_path):
     library = elf.read(put(tmp_path, LIBRARY))
     assert (library.soname, library.machine, library.rpath, library.runpath) == (
         "libx.so.1",
@@ -46,7 +46,7 @@ def test_names_and_versions_are_read(tmp_path: Path) -> None:
 
 @pytest.mark.programs("readelf")
 @pytest.mark.parametrize("path", loaded(), ids=lambda path: path.name)
-def test_real_library_reads_as_by_readelf(path: Path) -> None:
+def test_real_library_reads_as_by_readelf(path):
     text = subprocess.run(["readelf", "-dVW", path], capture_output=True, text=True, check=True).stdout
     library = elf.read(path)
     assert list(library.needed) == re.findall(r"\(NEEDED\).*\[(.*)\]", text)
@@ -61,7 +61,7 @@ def test_real_library_reads_as_by_readelf(path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 3, 15, 40, 63, 100, 175, 200, 300, len(LIBRARY) - 1])
-def test_truncated_file_is_refused(tmp_path: Path, length: int) -> None:
+def test_truncated_file_is_refused(tmp_path, length):
     with pytest.raises(elf.NotShared):
         elf.read(put(tmp_path, LIBRARY[:length]))
 
@@ -88,23 +88,23 @@ def changed(offset: int, layout: str, value: int) -> bytes:
         (changed(96, "<Q", 8), "which no segment holds"),
     ],
 )
-def test_other_file_is_refused_by_name(tmp_path: Path, data: bytes, message: str) -> None:
+def test_other_file_is_refused_by_name(tmp_path, data, message):
     with pytest.raises(elf.NotShared, match=message):
         elf.read(put(tmp_path, data))
 
 
-def test_chain_without_an_end_is_refused(tmp_path: Path) -> None:
+def test_chain_without_an_end_is_refused(tmp_path):
     many = {"libc.so.6": tuple(f"GLIBC_2.{number}" for number in range(4097))}
     with pytest.raises(elf.NotShared, match="more than 4096 versions"):
         elf.read(put(tmp_path, shared_object("libx.so.1", needs=many)))
 
 
-def test_name_with_control_characters_is_refused(tmp_path: Path) -> None:
+def test_name_with_control_characters_is_refused(tmp_path):
     with pytest.raises(elf.NotShared, match="control characters"):
         elf.read(put(tmp_path, shared_object("lib\x1b[2J.so.1")))
 
 
-def test_pipe_is_not_waited_for(tmp_path: Path) -> None:
+def test_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "libx.so.1")
     with pytest.raises(OSError, match="not a regular file"):
         elf.read(tmp_path / "libx.so.1")

@@ -73,7 +73,7 @@ STATUS = {"/proc/self/status": "Name:\tpython\nCpus_allowed:\tff\nCpus_allowed_l
         ),
     ],
 )
-def test_cpus_are_those_allowed(tmp_path: Path, files: dict[str, str], cpus: int, evidence: str):
+def test_cpus_are_those_allowed(tmp_path, files, cpus, evidence):
     host = facts.gather(write_files(tmp_path, {**STATUS, **files}), {})
     assert host.cpus == cpus
     assert evidence in host.cpus_source
@@ -87,12 +87,12 @@ def test_cpus_are_those_allowed(tmp_path: Path, files: dict[str, str], cpus: int
         ("Max open files            1024                 4096                 files", (None, False)),
     ],
 )
-def test_memory_lock_limit_is_read(tmp_path: Path, line: str, limit: tuple[int | None, bool]):
+def test_memory_lock_limit_is_read(tmp_path, line, limit):
     host = facts.gather(write_files(tmp_path, {"/proc/self/limits": line}), {})
     assert (host.memlock.value, host.memlock.unlimited) == limit
 
 
-def test_driver_without_device_files_shows(planted: Planted):
+def test_driver_without_device_files_shows(planted):
     root = planted("cxi4")
     for path in (root / "dev").glob("nvidia*"):
         path.unlink()
@@ -118,9 +118,7 @@ def test_driver_without_device_files_shows(planted: Planted):
         ("", 0, ""),
     ],
 )
-def test_mistakes_in_visible_gpus_count_as_cuda_counts(
-    planted: Callable[[str], Path], visible: str, count: int, problem: str
-):
+def test_mistakes_in_visible_gpus_count_as_cuda_counts(planted, visible, count, problem):
     host = facts.gather(planted("cxi4"), {"CUDA_VISIBLE_DEVICES": visible})
     assert host.gpus == count
     assert problem in host.gpus_problem
@@ -157,9 +155,7 @@ def test_mistakes_in_visible_gpus_count_as_cuda_counts(
         ({}, None, ""),
     ],
 )
-def test_most_processes_are_those_of_the_tightest_limit(
-    tmp_path: Path, files: dict[str, str], limit: int | None, source: str
-):
+def test_most_processes_are_those_of_the_tightest_limit(tmp_path, files, limit, source):
     host = facts.gather(write_files(tmp_path, files), {})
     assert host.processes.value == limit
     assert source in host.processes_source
@@ -175,9 +171,7 @@ def test_most_processes_are_those_of_the_tightest_limit(
         ({}, {}, "", ""),
     ],
 )
-def test_nccl_version_without_torch(
-    tmp_path: Path, files: dict[str, str], env: dict[str, str], version: str, source: str
-):
+def test_nccl_version_without_torch(tmp_path, files, env, version, source):
     write_files(tmp_path, files)
     for path in files:
         library = tmp_path / path.lstrip("/")
@@ -198,9 +192,7 @@ SITE_PACKAGES = next(path for path in sys.path if path.endswith("site-packages")
         (None, "2.21.5", "torch"),
     ],
 )
-def test_nccl_wheel_counts_if_torch_is_linked_to_it(
-    tmp_path: Path, rpath: str | None, version: str, owner: str
-):
+def test_nccl_wheel_counts_if_torch_is_linked_to_it(tmp_path, rpath, version, owner):
     version_py = "__version__ = '2.9.0'\ncuda: Optional[str] = '13.0'"
     write_files(tmp_path, {f"{SITE_PACKAGES}/torch/version.py": version_py})
     folder = tmp_path / SITE_PACKAGES.lstrip("/")
@@ -228,16 +220,14 @@ def test_nccl_wheel_counts_if_torch_is_linked_to_it(
         ),
     ],
 )
-def test_version_of_a_fabric_library_is_read(
-    tmp_path: Path, path: str, content: str, version: str, opens: str
-):
+def test_version_of_a_fabric_library_is_read(tmp_path, path, content, version, opens):
     folder, _, name = path.rpartition("/")
     library = facts.gather(write_files(tmp_path, {path: content}), {"LD_LIBRARY_PATH": folder}).library(name)
     assert library is not None
     assert (library.version, library.opens) == (version, opens)
 
 
-def test_version_of_libfabric_is_that_of_pkg_config(tmp_path: Path):
+def test_version_of_libfabric_is_that_of_pkg_config(tmp_path):
     pkg_config = {"/usr/lib64/pkgconfig/libfabric.pc": "Version: 2.3.1amzn4.0"}
     write_files(tmp_path, {"/usr/lib64/libfabric.so.1": "", **pkg_config})
     library = facts.gather(tmp_path, {}).library("libfabric.so.1")
@@ -257,7 +247,7 @@ DOCKER = "CapEff:\t00000000a80425fb\nSeccomp:\t2"
         ("", False),
     ],
 )
-def test_numa_calls_need_a_capability_in_docker(tmp_path: Path, status: str, is_refused: bool):
+def test_numa_calls_need_a_capability_in_docker(tmp_path, status, is_refused):
     host = facts.gather(write_files(tmp_path, {"/proc/self/status": status}), {})
     assert host.numa_fault.startswith("/proc/self/status: Seccomp: 2, CapEff") == is_refused
 
@@ -266,23 +256,23 @@ def test_numa_calls_need_a_capability_in_docker(tmp_path: Path, status: str, is_
     ("text", "version"),
     [("debug = False\n__version__ = '2.3.0a0+40ec155e58.nv24.3'\n", "2.3.0a0+40ec155e58.nv24.3"), ("", "")],
 )
-def test_torch_version_without_torch(tmp_path: Path, text: str, version: str):
+def test_torch_version_without_torch(tmp_path, text, version):
     folder = next(path for path in sys.path if path.endswith("site-packages"))
     write_files(tmp_path, {f"{folder}/torch/version.py": text})
     assert facts.gather(tmp_path, {}).torch_version == version
 
 
-def test_wrong_nccl_version_is_refused(tmp_path: Path):
+def test_wrong_nccl_version_is_refused(tmp_path):
     with pytest.raises(UsageError, match="not an NCCL version"):
         facts.gather(tmp_path, {"IMGKIT_NCCL_VERSION": "newest"})
 
 
-def test_root_that_is_missing_is_refused(tmp_path: Path):
+def test_root_that_is_missing_is_refused(tmp_path):
     with pytest.raises(UsageError, match="IMGKIT_ROOT"):
         facts.gather(env={"IMGKIT_ROOT": str(tmp_path / "none")})
 
 
-def test_empty_slots_are_left_out(planted: Planted):
+def test_empty_slots_are_left_out(planted):
     port = facts.gather(planted("roce_pod"), {}).rdma[0].ports[0]
     assert [(gid.index, gid.kind, gid.netdev) for gid in port.gids] == [
         (8, "IB/RoCE v1", "net1"),
@@ -290,12 +280,12 @@ def test_empty_slots_are_left_out(planted: Planted):
     ]
 
 
-def test_slots_are_in_numeric_order(planted: Planted):
+def test_slots_are_in_numeric_order(planted):
     port = facts.gather(planted("roce_idx10"), {}).rdma[0].ports[0]
     assert [gid.index for gid in port.gids] == [2, 10]
 
 
-def test_rails_of_one_network_each_have_address(planted: Planted):
+def test_rails_of_one_network_each_have_address(planted):
     interfaces = facts.gather(planted("cxi4"), {}).interfaces
     assert {item.name: item.ipv4 for item in interfaces if item.name.startswith("hsn")} == {
         f"hsn{number}": f"10.30.0.{number + 1}" for number in range(4)
@@ -303,7 +293,7 @@ def test_rails_of_one_network_each_have_address(planted: Planted):
 
 
 @pytest.mark.parametrize("garbage", ["", "x " * 12, "0 " * 12, "-1", "a:b:c\n::\n: \n=\n,"])
-def test_garbled_files_are_no_error(planted: Planted, garbage: str):
+def test_garbled_files_are_no_error(planted, garbage):
     """Each file of a machine in turn gets other content."""
     root = planted("roce_storage")
     files_to_garble = {
@@ -324,18 +314,18 @@ def test_garbled_files_are_no_error(planted: Planted, garbage: str):
         path.write_text(before)
 
 
-def test_facts_are_json(planted: Planted, tree: str, row: object):
+def test_facts_are_json(planted, tree, row):
     assert json.loads(json.dumps(dataclasses.asdict(facts.gather(planted(tree), {}))))["hostname"]
 
 
-def test_system_facts_follow_the_root(tmp_path: Path):
+def test_system_facts_follow_the_root(tmp_path):
     write_files(tmp_path, {"/opt/imgkit/system.json": '{"schema": 1, "title": "here"}'})
     system = facts.system_facts(env={"IMGKIT_ROOT": str(tmp_path)})
     assert system is not None
     assert system.title == "here"
 
 
-def test_nothing_is_read_beside_root(planted: Planted):
+def test_nothing_is_read_beside_root(planted):
     """An audit hook in a separate interpreter records every file and folder that Python opens."""
     root = planted("roce_storage")
     program = (
@@ -389,7 +379,7 @@ ON_BUS = {
 
 @pytest.mark.parametrize("env", [{}, {"CUDA_VISIBLE_DEVICES": "0,1"}])
 @pytest.mark.parametrize("maker", ON_BUS)
-def test_gpus_of_others_are_evidence_and_no_gpus(tmp_path: Path, maker: str, env: dict[str, str]):
+def test_gpus_of_others_are_evidence_and_no_gpus(tmp_path, maker, env):
     devices, file, gpus_on_bus = ON_BUS[maker]
     for number, (kind, vendor) in enumerate(devices):
         folder = f"sys/bus/pci/devices/0000:{number:02}:00.0"
@@ -408,14 +398,14 @@ def test_gpus_of_others_are_evidence_and_no_gpus(tmp_path: Path, maker: str, env
     assert gpus_on_bus not in facts.gather(root=tmp_path, env=env).gpus_source
 
 
-def test_hidden_gpus_of_nvidia_are_evidence(tmp_path: Path):
+def test_hidden_gpus_of_nvidia_are_evidence(tmp_path):
     folder = "sys/bus/pci/devices/0000:17:00.0"
     write_files(tmp_path, {f"{folder}/class": "0x030200", f"{folder}/vendor": "0x10de"})
     source = facts.gather(root=tmp_path, env={}).gpus_source
     assert source == "/dev: no nvidia device; /sys/bus/pci/devices: 1 of NVIDIA"
 
 
-def test_display_of_a_processor_is_no_gpu(tmp_path: Path):
+def test_display_of_a_processor_is_no_gpu(tmp_path):
     folder = "sys/bus/pci/devices/0000:00:02.0"
     write_files(tmp_path, {f"{folder}/class": "0x030000", f"{folder}/vendor": "0x8086", "dev/dri/card0": ""})
     assert "NVIDIA GPUs only" not in facts.gather(root=tmp_path, env={}).gpus_source

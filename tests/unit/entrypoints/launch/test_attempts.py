@@ -83,7 +83,7 @@ def result(nodes: Any) -> str:
     return str(code)
 
 
-def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
+def test_spare_takes_the_rank_of_a_killed_node(nodes):
     three = start(nodes, HANG_ONCE)
     assert "attempt 1 rank 0 of 2" in nodes.output()
     three[1].kill()
@@ -99,7 +99,7 @@ def test_spare_takes_the_rank_of_a_killed_node(nodes: Any) -> None:
 
 
 @pytest.mark.soak
-def test_lost_spare_costs_nothing(nodes: Any) -> None:
+def test_lost_spare_costs_nothing(nodes):
     three = start(nodes, WORK + "time.sleep(1)")
     three[2].kill()
     assert nodes.codes() == [0, 0, -9]
@@ -107,7 +107,7 @@ def test_lost_spare_costs_nothing(nodes: Any) -> None:
     assert "attempt 2" not in nodes.output()
 
 
-def test_node_that_is_done_may_be_lost(nodes: Any) -> None:
+def test_node_that_is_done_may_be_lost(nodes):
     go = "os.path.exists(os.environ['IMGKIT_RUN_DIR'] + '/go')"
     three = start(nodes, WORK + f"while rank == '0' and not {go}: time.sleep(0.02)")
     assert until(lambda: all(parent(pid) != three[1].pid for pid in nodes.live_processes()))
@@ -120,7 +120,7 @@ def test_node_that_is_done_may_be_lost(nodes: Any) -> None:
 
 
 @pytest.mark.parametrize("victim", ["worker", pytest.param("guard", marks=pytest.mark.soak)])
-def test_killed_process_of_a_node_is_a_new_attempt_with_the_same_nodes(nodes: Any, victim: str) -> None:
+def test_killed_process_of_a_node_is_a_new_attempt_with_the_same_nodes(nodes, victim):
     start(nodes, HANG_ONCE)
     pid = worker(nodes, 1)
     os.kill(pid if victim == "worker" else parent(pid), signal.SIGKILL)
@@ -131,7 +131,7 @@ def test_killed_process_of_a_node_is_a_new_attempt_with_the_same_nodes(nodes: An
     assert len(set(re.findall(r"attempt (\d) rank \d of 2 port (\d+)", output))) == 2, "a new port"
 
 
-def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes: Any) -> None:
+def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes):
     three = start(nodes, HANG_ONCE, lost_s=1.0)
     three[1].send_signal(signal.SIGSTOP)
     assert [three[0].wait(timeout=20), three[2].wait(timeout=20)] == [0, 0]
@@ -140,14 +140,14 @@ def test_stopped_launcher_is_replaced_and_ends_when_it_goes_on(nodes: Any) -> No
     assert nodes.codes() == [0, 4, 0]
 
 
-def test_lost_head_ends_all(nodes: Any) -> None:
+def test_lost_head_ends_all(nodes):
     three = start(nodes, HANG)
     three[0].kill()
     assert nodes.codes() == [-9, 4, 4]
     assert not (nodes.folder / "run/result").exists()
 
 
-def test_run_ends_when_more_nodes_are_lost_than_it_has_spares(nodes: Any) -> None:
+def test_run_ends_when_more_nodes_are_lost_than_it_has_spares(nodes):
     three = start(nodes, HANG)
     three[1].kill()
     nodes.said("attempt 2 starts with 2 nodes; node 3 of 3 (host2) takes rank 1")
@@ -158,7 +158,7 @@ def test_run_ends_when_more_nodes_are_lost_than_it_has_spares(nodes: Any) -> Non
     assert result(nodes) == "4"
 
 
-def test_program_that_always_fails_ends_the_run_with_its_code(nodes: Any) -> None:
+def test_program_that_always_fails_ends_the_run_with_its_code(nodes):
     start(nodes, WORK + "sys.exit(7 if rank == '1' else time.sleep(100))")
     assert nodes.codes() == [7, 7, 7]
     output = nodes.output()
@@ -167,14 +167,14 @@ def test_program_that_always_fails_ends_the_run_with_its_code(nodes: Any) -> Non
     assert result(nodes) == "7"
 
 
-def test_two_failures_at_one_step_end_the_run(nodes: Any) -> None:
+def test_two_failures_at_one_step_end_the_run(nodes):
     start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begin_step(33)\nsys.exit(1)")
     assert nodes.codes() == [1, 1, 1]
     assert "no further attempt: two failures in a row at step 33" in nodes.output()
 
 
 @pytest.mark.soak
-def test_failures_are_counted(nodes: Any) -> None:
+def test_failures_are_counted(nodes):
     start(nodes, WORK + PULSE + "Pulse(stop, int(rank)).begin_step(9 * attempt)\nsys.exit(1)", max_failures=2)
     assert nodes.codes() == [1, 1, 1]
     assert "no further attempt: --max-failures 2" in nodes.output()
@@ -186,7 +186,7 @@ def first_attempts(text: str) -> list[float]:
     return [float(seconds) for seconds in re.findall(r"first at ([\d.]+)", text)]
 
 
-def test_one_node_starts_anew_too(nodes: Any) -> None:
+def test_one_node_starts_anew_too(nodes):
     argv = [sys.executable, "-c", WORK + "sys.exit(attempt == 1)", "1", "0", MARKERS[2]]
     start_s = time.monotonic()
     nodes.start(argv, max_failures=1)
@@ -200,7 +200,7 @@ def test_one_node_starts_anew_too(nodes: Any) -> None:
     assert result(nodes) == "0"
 
 
-def test_saved_run_ends_the_spare_as_well(nodes: Any) -> None:
+def test_saved_run_ends_the_spare_as_well(nodes):
     three = start(nodes, SAVE)
     three[2].terminate()
     assert nodes.codes() == [85, 85, 85]
@@ -208,7 +208,7 @@ def test_saved_run_ends_the_spare_as_well(nodes: Any) -> None:
     assert (nodes.folder / "run/requeued").read_text().split()[1] == "7"
 
 
-def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:
+def test_stop_during_a_restart_starts_nothing_more(nodes):
     slow = WORK + "signal.signal(signal.SIGHUP, signal.SIG_IGN)\ntime.sleep(100)"
     three = start(nodes, slow)
     three[1].kill()
@@ -221,7 +221,7 @@ def test_stop_during_a_restart_starts_nothing_more(nodes: Any) -> None:
 
 
 @pytest.mark.soak
-def test_stop_of_a_second_attempt_saves(nodes: Any) -> None:
+def test_stop_of_a_second_attempt_saves(nodes):
     three = start(nodes, SAVE)
     three[1].kill()
     nodes.said("works;", 4)
@@ -231,7 +231,7 @@ def test_stop_of_a_second_attempt_saves(nodes: Any) -> None:
     assert result(nodes) == "0"
 
 
-def test_run_folder_that_cannot_be_written_costs_the_marks_alone(nodes: Any) -> None:
+def test_run_folder_that_cannot_be_written_costs_the_marks_alone(nodes):
     # At the start such a folder is refused; this one is lost later.
     run = nodes.folder / "run"
     run.mkdir()
@@ -244,7 +244,7 @@ def test_run_folder_that_cannot_be_written_costs_the_marks_alone(nodes: Any) -> 
     assert "imgkit status will not see how the run has ended" in nodes.output()
 
 
-def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch):
     """Torchrun of a node on a slow file system is read for minutes, while the others wait for it."""
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -269,7 +269,7 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch: pytest.Mon
     assert watch.find_stall_reason() == ""
 
 
-def test_each_attempt_has_a_rendezvous_of_its_own() -> None:
+def test_each_attempt_has_a_rendezvous_of_its_own():
     roll = HeadSession(head_placement(nnodes=3), 1)
     roll._phases.update({1: WORKERS, 2: RENDEZVOUS})
     assert roll.phases == {0: STARTING, 1: WORKERS, 2: RENDEZVOUS}
@@ -294,14 +294,12 @@ def failed(position: int | None = None, after_s: float = 1000.0) -> FailedAttemp
     ],
     ids=["first", "lost node", "lost spare", "node left out", "no spare", "half", "none"],
 )
-def test_spares_take_the_free_ranks(
-    alive: list[int], nnodes: int, previous: dict[int, int], ranks: dict[int, int]
-) -> None:
+def test_spares_take_the_free_ranks(alive, nnodes, previous, ranks):
     assert assign_ranks(alive, nnodes, previous) == ranks
 
 
 @given(st.integers(1, 9), st.integers(0, 3), st.data())
-def test_ranks_are_whole_and_kept_over_any_losses(nnodes: int, spares: int, data: st.DataObject) -> None:
+def test_ranks_are_whole_and_kept_over_any_losses(nnodes, spares, data):
     alive = list(range(nnodes + spares))
     before: Mapping[int, int] = {}
     while ranks := assign_ranks(alive, nnodes, before):
@@ -340,13 +338,11 @@ def test_ranks_are_whole_and_kept_over_any_losses(nnodes: int, spares: int, data
         ([failed(-1, 5.0), failed(10, 5.0)], 9, ""),
     ],
 )
-def test_run_ends_after_too_many_or_equal_failures(
-    failures: list[FailedAttempt], max_failures: int, reason: str
-) -> None:
+def test_run_ends_after_too_many_or_equal_failures(failures, max_failures, reason):
     assert end_reason(failures, max_failures) == reason
 
 
-def test_cause_is_a_lost_node_or_the_first_exit_code() -> None:
+def test_cause_is_a_lost_node_or_the_first_exit_code():
     lost = {"node 1": "it closed the connection"}
     assert describe_cause(lost, {"node 0": 1}) == "lost node 1: it closed the connection"
     assert describe_cause({}, {"node 1": 137}) == "node 1 ended with exit code 137 (SIGKILL)"

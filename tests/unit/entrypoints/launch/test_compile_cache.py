@@ -34,7 +34,7 @@ def contents(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_folder_is_on_the_node_s_own_disk_and_named_by_image_and_user(tmp_path: Path) -> None:
+def test_folder_is_on_the_node_s_own_disk_and_named_by_image_and_user(tmp_path):
     env = {"TMPDIR": str(tmp_path)}
     local = compile_cache.find_folder(env, KEY, is_shared=lambda _: False)
     assert local == tmp_path / f"imgkit-cache-{os.geteuid()}-{KEY}"
@@ -46,18 +46,18 @@ def test_folder_is_on_the_node_s_own_disk_and_named_by_image_and_user(tmp_path: 
     assert compile_cache.make_key("another image") != KEY
 
 
-def test_variables_of_the_user_stay(tmp_path: Path) -> None:
+def test_variables_of_the_user_stay(tmp_path):
     variables = compile_cache.cache_variables(tmp_path, {"TRITON_CACHE_DIR": "/mine"})
     assert set(variables) == set(FOLDERS) - {"TRITON_CACHE_DIR"}
 
 
-def test_folder_of_another_user_is_refused(tmp_path: Path) -> None:
+def test_folder_of_another_user_is_refused(tmp_path):
     (tmp_path / "cache").symlink_to(tmp_path)
     with pytest.raises(UsageError, match="the folder for compiled code cannot be used"):
         cache_of(tmp_path / "cache")
 
 
-def test_next_start_has_what_the_last_one_compiled(tmp_path: Path) -> None:
+def test_next_start_has_what_the_last_one_compiled(tmp_path):
     file = tmp_path / "new" / "cache.zip"
     first = cache_of(tmp_path / "first", file)
     assert first.unpack() == ""
@@ -86,7 +86,7 @@ time.sleep(600)
 """
 
 
-def test_lock_of_a_killed_build_stays_while_another_start_may_build(tmp_path: Path) -> None:
+def test_lock_of_a_killed_build_stays_while_another_start_may_build(tmp_path):
     folder = tmp_path / "cache"
     lock = folder / "torch_extensions/fused_adam/lock"
     argv = (sys.executable, "-c", START, str(folder))
@@ -103,7 +103,7 @@ def test_lock_of_a_killed_build_stays_while_another_start_may_build(tmp_path: Pa
     assert not lock.exists()
 
 
-def test_cache_of_another_image_is_replaced(tmp_path: Path) -> None:
+def test_cache_of_another_image_is_replaced(tmp_path):
     file = tmp_path / "cache.zip"
     packed(file, "triton/a", key="other")
     cache = cache_of(tmp_path / "cache", file)
@@ -124,7 +124,7 @@ def packed(file: Path, *names: str, key: str = KEY) -> None:
     "name",
     ["../escaped", "triton/../../escaped", "/tmp/imgkit-escaped", "elsewhere/escaped", "triton/escaped/"],
 )
-def test_packed_file_that_leads_elsewhere_is_not_used(tmp_path: Path, name: str) -> None:
+def test_packed_file_that_leads_elsewhere_is_not_used(tmp_path, name):
     packed(tmp_path / "cache.zip", "triton/good", name)
     cache = cache_of(tmp_path / "cache", tmp_path / "cache.zip")
     problem = cache.unpack()
@@ -135,7 +135,7 @@ def test_packed_file_that_leads_elsewhere_is_not_used(tmp_path: Path, name: str)
 
 
 @pytest.mark.parametrize("part", [0.5, 0.9])
-def test_damaged_file_is_not_used(tmp_path: Path, part: float) -> None:
+def test_damaged_file_is_not_used(tmp_path, part):
     file = tmp_path / "cache.zip"
     first = cache_of(tmp_path / "first", file)
     (first.folder / "triton/a").write_bytes(os.urandom(100_000))
@@ -147,14 +147,14 @@ def test_damaged_file_is_not_used(tmp_path: Path, part: float) -> None:
     assert contents(second.folder) == {}
 
 
-def test_larger_file_than_a_disk_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_larger_file_than_a_disk_is_not_used(tmp_path, monkeypatch):
     monkeypatch.setattr(compile_cache, "MAX_BYTES", 15)
     packed(tmp_path / "c.zip", "triton/a")
     assert "more than 15 bytes" in cache_of(tmp_path / "cache", tmp_path / "c.zip").unpack()
 
 
 @pytest.mark.parametrize("is_zip", [False, True])
-def test_file_of_another_kind_is_never_replaced(tmp_path: Path, is_zip: bool) -> None:
+def test_file_of_another_kind_is_never_replaced(tmp_path, is_zip):
     file = tmp_path / "model.pt"
     file.write_bytes(b"weights")
     if is_zip:
@@ -166,7 +166,7 @@ def test_file_of_another_kind_is_never_replaced(tmp_path: Path, is_zip: bool) ->
     assert file.read_bytes() == before
 
 
-def test_link_in_place_of_the_file_is_not_followed(tmp_path: Path) -> None:
+def test_link_in_place_of_the_file_is_not_followed(tmp_path):
     packed(tmp_path / "theirs.zip", "triton/a")
     (tmp_path / "cache.zip").symlink_to("theirs.zip")
     assert "symbolic link" in cache_of(tmp_path / "cache", tmp_path / "cache.zip").unpack()

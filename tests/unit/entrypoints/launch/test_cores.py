@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,7 +73,7 @@ CROWDED = {"0000:1b:00.0": 0, "0000:2c:00.0": 0, "0000:9d:00.0": 0, "0000:ad:00.
     ids=["sockets", "no node of memory", "order of hexadecimal addresses", "fewest on a crowded node",
          "part of a node", "one visible", "other order", "-1 ends the list", "empty name"],
 )  # fmt: skip
-def test_workers_run_on_the_socket_of_their_gpu(tmp_path, write: Callable[[Path], Path], env, cpus, threads):
+def test_workers_run_on_the_socket_of_their_gpu(tmp_path, write, env, cpus, threads):
     launch_plan = make(write(tmp_path), env)
     assert launch_plan.env[cores.VARIABLE] == cpus
     assert launch_plan.env["OMP_NUM_THREADS"] == threads
@@ -147,7 +147,7 @@ def test_gpus_of_other_jobs_do_not_count(tmp_path):
         "named by UUID",
     ],
 )
-def test_workers_are_not_bound(tmp_path, write: Callable[[Path], Path], env, expected):
+def test_workers_are_not_bound(tmp_path, write, env, expected):
     launch_plan = make(write(tmp_path), env)
     assert cores.VARIABLE not in launch_plan.env
     assert reason(launch_plan) == expected

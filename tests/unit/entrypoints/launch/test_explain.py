@@ -87,14 +87,14 @@ SEEN = [
 
 
 @pytest.mark.parametrize(("text", "cause"), SEEN)
-def test_known_text_is_explained(text: str, cause: str) -> None:
+def test_known_text_is_explained(text, cause):
     explanations = find_explanations(f"line before\n{text}\nline after\n")
     assert cause in explanations[0].cause
     assert explanations[0].text == text.strip().partition("\n")[0]
     assert explanations[0].remedy
 
 
-def test_killed_process_is_told_the_memory_of_the_job() -> None:
+def test_killed_process_is_told_the_memory_of_the_job():
     (explanation,) = find_explanations("  exitcode  : -9 (pid: 4242)", memory="--mem 440G")
     assert explanation.remedy == (
         "the job had --mem 440G; request more, or use fewer data workers; to check: dmesg | grep -i oom"
@@ -103,7 +103,7 @@ def test_killed_process_is_told_the_memory_of_the_job() -> None:
     assert explanation.remedy.startswith("request more memory (imgkit run --mem SIZE), or use fewer ")
 
 
-def test_unknown_text_stays_unexplained() -> None:
+def test_unknown_text_stays_unexplained():
     assert find_explanations("ValueError: batch size must be positive") == ()
 
 
@@ -115,12 +115,12 @@ def test_unknown_text_stays_unexplained() -> None:
     ],
     ids=["rendezvous", "lost packets"],
 )
-def test_only_the_root_of_a_failure_is_told(texts: list[str], cause: str) -> None:
+def test_only_the_root_of_a_failure_is_told(texts, cause):
     (explanation,) = find_explanations("\n".join(texts))
     assert explanation.cause.partition(" for another rank ")[0] == cause
 
 
-def test_closed_connection_is_explained_only_without_a_cause() -> None:
+def test_closed_connection_is_explained_only_without_a_cause():
     reset, memory = "RuntimeError: [..] Connection closed by peer [127.0.0.1]:5000", "CUDA out of memory."
     (explanation,) = find_explanations(reset)
     assert "another rank exited first" in explanation.cause

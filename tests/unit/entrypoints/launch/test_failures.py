@@ -53,7 +53,7 @@ def first(folder: Path, killed_by: int = 0) -> RankFailure:
     return failure
 
 
-def test_first_exception_counts(tmp_path: Path) -> None:
+def test_first_exception_counts(tmp_path):
     record(tmp_path, 0, "ValueError: second", at=2.0)
     record(tmp_path, 1, BAD, at=1.0)
     codes(tmp_path, r0=1, r1=1)
@@ -62,12 +62,12 @@ def test_first_exception_counts(tmp_path: Path) -> None:
     assert failure.lines == tuple(BAD.split("\n"))
 
 
-def test_exception_ends_with_one_where_torchrun_was_killed(tmp_path: Path) -> None:
+def test_exception_ends_with_one_where_torchrun_was_killed(tmp_path):
     record(tmp_path, 1, CLOSED)
     assert first(tmp_path).code == 1
 
 
-def test_closed_connection_is_no_cause(tmp_path: Path) -> None:
+def test_closed_connection_is_no_cause(tmp_path):
     record(tmp_path, 0, CLOSED, at=1.0)
     record(tmp_path, 1, BAD, at=2.0)
     assert first(tmp_path).rank == 1
@@ -78,7 +78,7 @@ def test_closed_connection_is_no_cause(tmp_path: Path) -> None:
     assert (failure.rank, failure.code, failure.lines, failure.after_peer) == (2, -9, (), False)
 
 
-def test_killed_torchrun_is_the_cause(tmp_path: Path) -> None:
+def test_killed_torchrun_is_the_cause(tmp_path):
     record(tmp_path, 0, CLOSED)
     rank_failure = first(tmp_path, killed_by=signal.SIGKILL)
     assert (rank_failure.rank, rank_failure.code) == (None, -9)
@@ -86,7 +86,7 @@ def test_killed_torchrun_is_the_cause(tmp_path: Path) -> None:
     assert title.startswith("torchrun on node 1")
 
 
-def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
+def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path):
     cpp = STACK[1].decode().partition("\n")[2]
     text = (
         f'Traceback (most recent call last):\n  File "run.py"\ntorch.distributed.DistNetworkError: no\n{cpp}'
@@ -98,7 +98,7 @@ def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path: Path) -> None:
     assert not any(line.startswith("frame #") for line in failure.lines)
 
 
-def test_own_program_that_printed_its_reason_has_no_block(tmp_path: Path) -> None:
+def test_own_program_that_printed_its_reason_has_no_block(tmp_path):
     codes(tmp_path, is_imgkits=True, r0=2)
     assert failures.find_node_failure(tmp_path) is None
     codes(tmp_path, is_imgkits=True, r0=2, r1=-9)
@@ -106,7 +106,7 @@ def test_own_program_that_printed_its_reason_has_no_block(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "no time\nx", "nan", "\x00"])
-def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> None:
+def test_record_that_cannot_be_read_is_ignored(tmp_path, text):
     (tmp_path / "failed-x").write_text("1.0\nValueError: not a rank")
     (tmp_path / "failed-0").write_text(text)
     (tmp_path / failures.CODES).write_text(text or "[1]")
@@ -114,7 +114,7 @@ def test_record_that_cannot_be_read_is_ignored(tmp_path: Path, text: str) -> Non
     assert failure is None or failure.lines == ("",)
 
 
-def test_cause_on_any_node_comes_first() -> None:
+def test_cause_on_any_node_comes_first():
     early, late = (
         ReportedFailure(number, number, dataclasses.replace(FAILED, rank=number, after_peer=number == 0))
         for number in range(2)
@@ -127,7 +127,7 @@ def test_cause_on_any_node_comes_first() -> None:
     assert lines[1] == "  then on other nodes: rank 0"
 
 
-def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
+def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path):
     record(tmp_path, 0, "\n".join(f"line {number} \U0001f525" + "é" * 2000 for number in range(1000)))
     failure = first(tmp_path)
     assert failure.lines[0].startswith("line 0 ")
@@ -139,7 +139,7 @@ def test_long_text_keeps_both_ends_and_fits_a_message(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("is_head", "late_s"), [(True, 5), (False, 30)], ids=["head", "other node"])
-def test_late_record_is_reported_once(tmp_path: Path, is_head: bool, late_s: int) -> None:
+def test_late_record_is_reported_once(tmp_path, is_head, late_s):
     """The head prints the traceback of another node at the end, so that node waits longer with it."""
     late = failures.LateRecords(tmp_path, is_head=is_head)
     record(tmp_path, 0, CLOSED, at=time.time() - 10)
@@ -151,9 +151,7 @@ def test_late_record_is_reported_once(tmp_path: Path, is_head: bool, late_s: int
     assert list(late.new_reports()) == []
 
 
-def test_log_goes_to_a_temporary_folder_where_the_named_one_fails(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_goes_to_a_temporary_folder_where_the_named_one_fails(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     path = Path(failures.write_log("a\n\x1b[31mb\x07\n", "/proc/nowhere", "as1", 2))
     assert path.name == "errors-as1-attempt2.log"
@@ -176,7 +174,7 @@ def copied(*parts: bytes) -> tuple[str, str]:
     return result.stderr.decode(), ast.literal_eval(result.stdout.decode())
 
 
-def test_marked_lines_and_stacks_go_to_the_log_alone() -> None:
+def test_marked_lines_and_stacks_go_to_the_log_alone():
     marked = b"[vm:1]: \x1fTraceback\n[vm:1]: \x1f\n[vm:1]: printed\n\x1f" + b"x" * 100_000 + b"\nbar 50 %\r"
     printed, log = copied(*STACK, marked, b"bar 100 %\n")
     assert printed == STACK[0].decode() + "[vm:1]: printed\nbar 50 %\rbar 100 %\n"
@@ -185,7 +183,7 @@ def test_marked_lines_and_stacks_go_to_the_log_alone() -> None:
     assert "x" * 100_000 in log
 
 
-def test_other_output_is_copied_byte_for_byte() -> None:
+def test_other_output_is_copied_byte_for_byte():
     printed, log = copied(b"frames: 3\n", b"\n\nno line end")
     assert printed == log == "frames: 3\n\n\nno line end"
 
@@ -204,7 +202,7 @@ def program(folder: Path, code: str | None, **env: str) -> subprocess.CompletedP
     )
 
 
-def test_exception_leaves_the_users_own_frames(tmp_path: Path) -> None:
+def test_exception_leaves_the_users_own_frames(tmp_path):
     result = program(tmp_path, "def inner():\n    raise ValueError('bad')\ninner()\n")
     assert result.returncode == 1
     (entry,) = failures.read_records(tmp_path)
@@ -223,28 +221,28 @@ def test_exception_leaves_the_users_own_frames(tmp_path: Path) -> None:
         ("import nosuch_module", "ModuleNotFoundError: No module named 'nosuch_module'"),
     ],
 )
-def test_other_ends_leave_their_message(tmp_path: Path, code: str, last: str) -> None:
+def test_other_ends_leave_their_message(tmp_path, code, last):
     assert program(tmp_path, code).returncode == 1
     (entry,) = failures.read_records(tmp_path)
     assert entry.text.split("\n")[-1] == last
     assert "user_program" not in entry.text
 
 
-def test_missing_script_has_no_frames_of_the_launcher(tmp_path: Path) -> None:
+def test_missing_script_has_no_frames_of_the_launcher(tmp_path):
     assert program(tmp_path, None).returncode == 1
     (entry,) = failures.read_records(tmp_path)
     assert entry.text.startswith("FileNotFoundError:")
 
 
 @pytest.mark.parametrize("env", [{"IMGKIT_ATTEMPT": ""}, {"RANK": ""}, {"IMGKIT_STOP_DIR": "/proc/nowhere"}])
-def test_without_a_node_agent_python_prints_it(tmp_path: Path, env: dict[str, str]) -> None:
+def test_without_a_node_agent_python_prints_it(tmp_path, env):
     result = program(tmp_path, "raise ValueError('bad')", **env)
     assert result.returncode == 1
     assert result.stderr.endswith("\nValueError: bad\n")
     assert failures.read_records(tmp_path) == []
 
 
-def test_programs_own_excepthook_prints_it(tmp_path: Path) -> None:
+def test_programs_own_excepthook_prints_it(tmp_path):
     result = program(tmp_path, "import sys\nsys.excepthook = lambda *_: print('mine')\nraise ValueError")
     assert result.stdout == "mine\n"
     assert failures.read_records(tmp_path) == []
@@ -274,7 +272,7 @@ scope["fetch"](data, range(9))
 """
 
 
-def test_bad_sample_names_its_index(tmp_path: Path) -> None:
+def test_bad_sample_names_its_index(tmp_path):
     result = program(tmp_path, STUB_OF_TORCHS_LOADER)
     assert result.stdout == "in DataLoader worker process 0, at sample 7 of the data set\n"
     (entry,) = failures.read_records(tmp_path)

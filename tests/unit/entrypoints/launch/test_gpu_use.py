@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_nvidia_smi import TRAINING, write_fake_nvidia_smi
@@ -38,11 +36,11 @@ def read_all(program: Path, *options: str) -> GpuUse | None:
     return use
 
 
-def test_readings_of_all_gpus_are_one_mean_and_one_peak(tmp_path: Path) -> None:
+def test_readings_of_all_gpus_are_one_mean_and_one_peak(tmp_path):
     assert read_all(write_fake_nvidia_smi(tmp_path)) == USE
 
 
-def test_query_names_the_gpus_of_the_job(tmp_path: Path) -> None:
+def test_query_names_the_gpus_of_the_job(tmp_path):
     host = facts.gather(mare_nostrum(tmp_path / "node"), {"CUDA_VISIBLE_DEVICES": "2,1"})
     program = write_fake_nvidia_smi(tmp_path)
     name, *options = gpu_use.query_argv(host.worker_gpus)
@@ -70,11 +68,11 @@ def test_query_names_the_gpus_of_the_job(tmp_path: Path) -> None:
     ids=["MIG", "driver", "no device", "lost GPU", "other output"],
 )
 @pytest.mark.parametrize("ends", [False, True])
-def test_other_lines_are_no_readings(tmp_path: Path, lines: Sequence[str], ends: bool) -> None:
+def test_other_lines_are_no_readings(tmp_path, lines, ends):
     assert read_all(write_fake_nvidia_smi(tmp_path, lines, ends=ends)) is None
 
 
-def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
+def test_half_a_line_waits_for_its_other_half(tmp_path):
     script = "printf 8; touch begun; until [ -e continue ]; do sleep 0.02; done; echo '7, 5'; touch printed"
     program = write_program(tmp_path / "fake-nvidia-smi", f"cd '{tmp_path}'; {script}")
     monitor = GpuMonitor([str(program)])
@@ -88,7 +86,7 @@ def test_half_a_line_waits_for_its_other_half(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["/none/nvidia-smi"]], ids=["CPUs", "no nvidia-smi"])
-def test_node_without_readings_has_no_use(argv: list[str]) -> None:
+def test_node_without_readings_has_no_use(argv):
     monitor = GpuMonitor(argv)
     monitor.start()
     assert monitor.read_use() is None
@@ -96,7 +94,7 @@ def test_node_without_readings_has_no_use(argv: list[str]) -> None:
     assert gpu_use.combine_uses([]) is None
 
 
-def test_nvidia_smi_is_started_once(tmp_path: Path) -> None:
+def test_nvidia_smi_is_started_once(tmp_path):
     program = tmp_path / "nvidia-smi"
     monitor = GpuMonitor([str(program)])
     monitor.start()
@@ -106,7 +104,7 @@ def test_nvidia_smi_is_started_once(tmp_path: Path) -> None:
     monitor.close()
 
 
-def test_node_with_more_readings_counts_more() -> None:
+def test_node_with_more_readings_counts_more():
     other = GpuUse(readings=2, gpu_percent=100.0, memory_MiB=9.0)
     assert gpu_use.combine_uses([USE, other]) == GpuUse(readings=8, gpu_percent=580 / 8, memory_MiB=61240.0)
 
@@ -122,11 +120,11 @@ def test_node_with_more_readings_counts_more() -> None:
         '{"readings": 1}',
     ],
 )
-def test_other_text_is_no_use(text: str) -> None:
+def test_other_text_is_no_use(text):
     assert gpu_use.parse(text) is None
 
 
-def test_head_writes_the_use_of_all_nodes(nodes: Any, tmp_path: Path) -> None:
+def test_head_writes_the_use_of_all_nodes(nodes, tmp_path):
     for rank, lines in enumerate((TRAINING, ("100, 61250", "100, 61250"))):
         program = write_fake_nvidia_smi(tmp_path / f"node {rank}", lines)
         options = {"gpu_query": [str(program)], "env": {"FAKE_FOLDER": str(program.parent)}}

@@ -36,7 +36,7 @@ def clean(env: Mapping[str, str], *keep: str, **changes: Any) -> CleanEnvironmen
     return host_leaks.clean_environment({**IMAGE, **env}, keep=keep, **values)
 
 
-def test_nothing_to_remove_is_no_line() -> None:
+def test_nothing_to_remove_is_no_line():
     env = {"HOME": "/home/me", "LD_PRELOAD": "/usr/lib/libjemalloc.so.2", "TMPDIR": "/tmp/job.7"}
     assert clean(env) == CleanEnvironment()
 
@@ -58,7 +58,7 @@ def test_nothing_to_remove_is_no_line() -> None:
         ({"OMPI_MCA_btl": "tcp,self"}, (), {}),
     ],
 )
-def test_variables_of_the_host_are_removed(env: dict[str, str], unset: Any, changed: Any) -> None:
+def test_variables_of_the_host_are_removed(env, unset, changed):
     result = clean(env)
     assert set(result.unset) == (set(env) if unset == "all" else set(unset))
     assert result.env == ({next(iter(env)): changed} if changed else {})
@@ -66,17 +66,17 @@ def test_variables_of_the_host_are_removed(env: dict[str, str], unset: Any, chan
     assert "\n" not in result.text
 
 
-def test_programs_of_a_virtual_environment_of_the_host_leave_the_path() -> None:
+def test_programs_of_a_virtual_environment_of_the_host_leave_the_path():
     result = clean({"VIRTUAL_ENV": "/home/me/venv", "PATH": "/home/me/venv/bin:/usr/bin"})
     assert result.env == {"PATH": "/usr/bin"}
     assert result.unset == ("VIRTUAL_ENV",)
 
 
-def test_empty_virtual_environment_changes_no_path() -> None:
+def test_empty_virtual_environment_changes_no_path():
     assert clean({"VIRTUAL_ENV": "", "PATH": "/bin:/usr/bin"}) == CleanEnvironment()
 
 
-def test_one_line_counts_what_is_removed() -> None:
+def test_one_line_counts_what_is_removed():
     env = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "7", "OMPI_APP_CTX": "0", "LD_PRELOAD": "/opt/xalt/x.so"}
     assert clean(env).text == (
         "workers start without PMIX_* (2), OMPI_* (1), LD_PRELOAD of the host (to keep one: --keep-env NAME)"
@@ -84,12 +84,12 @@ def test_one_line_counts_what_is_removed() -> None:
 
 
 @pytest.mark.parametrize("keep", ["PMIX_RANK", "PMIX_*"])
-def test_keep_env_keeps_a_variable(keep: str) -> None:
+def test_keep_env_keeps_a_variable(keep):
     result = clean({"PMIX_RANK": "0", "OMPI_APP_CTX": "0"}, keep)
     assert result.unset == ("OMPI_APP_CTX",)
 
 
-def test_variables_that_are_not_of_the_host_stay() -> None:
+def test_variables_that_are_not_of_the_host_stay():
     assert clean({"PMI_RANK": "0"}).unset == ("PMI_RANK",)  # and not those of MPI that the image sets
     assert clean({"PMIX_RANK": "0"}, is_mpi_rank=True) == CleanEnvironment()
     env = {"VIRTUAL_ENV": "/home/me/venv", "PYTHONPATH": "/cluster/site-packages"}
@@ -98,7 +98,7 @@ def test_variables_that_are_not_of_the_host_stay() -> None:
     assert clean(env, image_env=None).unset == ("PYTHONPATH", "VIRTUAL_ENV")
 
 
-def test_long_tmpdir_gets_a_name_that_a_socket_can_have(tmp_path: Path) -> None:
+def test_long_tmpdir_gets_a_name_that_a_socket_can_have(tmp_path):
     long = tmp_path / ("pbs.123456.polaris-pbs-01.hsn.cm.polaris.alcf.anl.gov" * 2)
     long.mkdir()
     result = clean({"TMPDIR": str(long)})
@@ -124,7 +124,7 @@ def test_long_tmpdir_gets_a_name_that_a_socket_can_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "limit"), [("", "0"), (host_leaks.CORE, "4096")])
-def test_core_dumps_are_off_unless_they_are_kept(keep: str, limit: str) -> None:
+def test_core_dumps_are_off_unless_they_are_kept(keep, limit):
     program = (
         "import resource; from imgkit_entrypoints.launch import host_leaks;"
         "resource.setrlimit(resource.RLIMIT_CORE, (4096, resource.getrlimit(resource.RLIMIT_CORE)[1]));"

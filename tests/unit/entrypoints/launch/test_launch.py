@@ -6,9 +6,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -26,7 +24,7 @@ NAMELESS = (
 )
 
 
-def test_warning_of_every_process_prints_once(nodes: Any) -> None:
+def test_warning_of_every_process_prints_once(nodes):
     lines = [f"[host:0]: {NAMELESS}", "before", NAMELESS, NAMELESS.replace("hostname", "name"), "after"]
     nodes.two(f"import sys; sys.stderr.write({chr(10).join((*lines, ''))!r})", workers=1)
     assert nodes.codes() == [0, 0]
@@ -35,21 +33,21 @@ def test_warning_of_every_process_prints_once(nodes: Any) -> None:
     assert [output.count(line + "\n") for line in ("before", lines[3], "after")] == [2, 2, 2]
 
 
-def test_program_keeps_the_limit_that_the_head_raises(nodes: Any) -> None:
+def test_program_keeps_the_limit_that_the_head_raises(nodes):
     code = "import resource; print('limit', resource.getrlimit(resource.RLIMIT_NOFILE)[0], 'here')"
     nodes.two(code, workers=1, open_files=150)
     assert nodes.codes() == [0, 0]
     assert nodes.output().count("limit 150 here") == 2
 
 
-def test_missing_program_is_a_tool_error(nodes: Any) -> None:
+def test_missing_program_is_a_tool_error(nodes):
     nodes.start(["/no/such/program"])
     assert nodes.codes() == [4]
     assert "/no/such/program: the program cannot be started: No such file" in nodes.output()
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_stop_signal_saves_and_requeues(nodes: Any, number: signal.Signals) -> None:
+def test_stop_signal_saves_and_requeues(nodes, number):
     launcher = nodes.start(stub(SAVE))
     nodes.said("ready", 2)
     launcher.send_signal(number)
@@ -59,7 +57,7 @@ def test_stop_signal_saves_and_requeues(nodes: Any, number: signal.Signals) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_to_every_process_saves_too(nodes: Any, number: signal.Signals) -> None:
+def test_signal_to_every_process_saves_too(nodes, number):
     nodes.start(stub(SAVE))
     nodes.said("ready", 2)
     for pid in nodes.live_processes():
@@ -69,7 +67,7 @@ def test_signal_to_every_process_saves_too(nodes: Any, number: signal.Signals) -
 
 
 @pytest.mark.parametrize("deaf", [(), range(1, 32)], ids=["to requests", "to all signals"])
-def test_deaf_program_is_ended_after_grace(nodes: Any, deaf: Sequence[int]) -> None:
+def test_deaf_program_is_ended_after_grace(nodes, deaf):
     ignore = f"import signal\nfor n in {deaf!r}:\n  if n not in (9, 19): signal.signal(n, signal.SIG_IGN)\n"
     launcher = nodes.start([sys.executable, "-c", ignore + HANG], grace_s=0.3)
     nodes.said("ready")
@@ -78,7 +76,7 @@ def test_deaf_program_is_ended_after_grace(nodes: Any, deaf: Sequence[int]) -> N
     assert "ending the program: the grace time is over" in nodes.output()
 
 
-def test_second_interrupt_ends_at_once(nodes: Any) -> None:
+def test_second_interrupt_ends_at_once(nodes):
     launcher = nodes.start(stub(HANG), grace_s=60)
     nodes.said("ready", 2)
     launcher.send_signal(signal.SIGINT)
@@ -88,7 +86,7 @@ def test_second_interrupt_ends_at_once(nodes: Any) -> None:
     assert nodes.codes() == [130]
 
 
-def test_terminate_after_usr1_does_not_cut_saving(nodes: Any) -> None:
+def test_terminate_after_usr1_does_not_cut_saving(nodes):
     launcher = nodes.start(stub(SAVE.replace("open(", "time.sleep(1.0); open(")))
     nodes.said("ready", 2)
     launcher.send_signal(signal.SIGUSR1)
@@ -97,18 +95,18 @@ def test_terminate_after_usr1_does_not_cut_saving(nodes: Any) -> None:
     assert nodes.codes() == [85]
 
 
-def test_signal_after_the_end_keeps_the_exit_code(nodes: Any) -> None:
+def test_signal_after_the_end_keeps_the_exit_code(nodes):
     nodes.start(stub("raise SystemExit(1)"), is_ended_late=True)
     assert nodes.codes() == [1]
 
 
-def test_mark_of_another_job_does_not_count(nodes: Any) -> None:
+def test_mark_of_another_job_does_not_count(nodes):
     nodes.start(stub("import os; open(os.environ['IMGKIT_STOP_DIR'] + '/state-saved', 'w').write('other 7')"))
     assert nodes.codes() == [0]
     assert "names job other" in nodes.output()
 
 
-def test_old_marks_are_removed(nodes: Any, tmp_path: Path) -> None:
+def test_old_marks_are_removed(nodes, tmp_path):
     folder = tmp_path / "stop" / "node0"
     folder.mkdir(parents=True)
     (folder / "state-saved").write_text(f"{nodes.job} 3")
@@ -118,7 +116,7 @@ def test_old_marks_are_removed(nodes: Any, tmp_path: Path) -> None:
     assert nodes.codes() == [0], nodes.output()
 
 
-def test_unwritable_stop_folder_is_refused(nodes: Any, tmp_path: Path) -> None:
+def test_unwritable_stop_folder_is_refused(nodes, tmp_path):
     (tmp_path / "file").write_text("")
     nodes.start(stub("pass"), env={"IMGKIT_STOP_DIR": str(tmp_path / "file")})
     assert nodes.codes() == [2]
@@ -126,7 +124,7 @@ def test_unwritable_stop_folder_is_refused(nodes: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kill", [os.kill, os.killpg])
-def test_killed_launcher_leaves_nothing(nodes: Any, kill: Callable[[int, int], None]) -> None:
+def test_killed_launcher_leaves_nothing(nodes, kill):
     launcher = nodes.start(stub(HANG))
     nodes.said("ready", 2)
     kill(launcher.pid, signal.SIGKILL)
@@ -145,7 +143,7 @@ def test_killed_launcher_leaves_nothing(nodes: Any, kill: Callable[[int, int], N
     ],
     ids=["torchrun", "guard"],
 )
-def test_killed_parent_of_the_workers_leaves_nothing(nodes: Any, victim: str, text: str) -> None:
+def test_killed_parent_of_the_workers_leaves_nothing(nodes, victim, text):
     nodes.start(stub(HANG), env={"IMGKIT_MEM": "--mem 440G"})
     nodes.said("ready", 2)
     os.kill(
@@ -155,7 +153,7 @@ def test_killed_parent_of_the_workers_leaves_nothing(nodes: Any, victim: str, te
     assert text in nodes.output()
 
 
-def test_hidden_grandchild_is_ended(nodes: Any) -> None:
+def test_hidden_grandchild_is_ended(nodes):
     # Its own session, orphaned at once, and without the environment that would mark it.
     hidden = (
         "import os\nif os.fork() == 0:\n  os.setsid()\n  if os.fork() == 0:\n"
@@ -178,14 +176,14 @@ def test_hidden_grandchild_is_ended(nodes: Any) -> None:
     assert not hidden_ones()
 
 
-def test_known_failure_is_explained(nodes: Any) -> None:
+def test_known_failure_is_explained(nodes):
     text = "DistStoreError: Timed out after 901 seconds waiting for clients. 1/2 clients joined."
     nodes.start(stub(f"raise SystemExit({text!r})", workers=1))
     assert nodes.codes() == [1]
     assert "only 1 of 2 nodes started torchrun" in nodes.output()
 
 
-def test_signal_to_one_node_stops_both(nodes: Any) -> None:
+def test_signal_to_one_node_stops_both(nodes):
     _, second = nodes.two(SAVE)
     nodes.said("ready", 4)
     second.send_signal(signal.SIGUSR1)
@@ -193,7 +191,7 @@ def test_signal_to_one_node_stops_both(nodes: Any) -> None:
     assert "SIGUSR1 on node 2 of 2 (host1): asked the program to save" in nodes.output()
 
 
-def test_nobody_leaves_before_all_have_saved(nodes: Any) -> None:
+def test_nobody_leaves_before_all_have_saved(nodes):
     slow = SAVE.replace(
         "open(", "time.sleep(2 * ('host1' in os.environ['TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE'])); open("
     )
@@ -207,16 +205,14 @@ def test_nobody_leaves_before_all_have_saved(nodes: Any) -> None:
 
 
 @pytest.mark.parametrize(("code", "expected", "count"), [("", 0, 1), ("sys.exit(3)", 1, 0)])
-def test_others_wait_while_the_head_packs_after_a_success(
-    nodes: Any, code: str, expected: int, count: int
-) -> None:
+def test_others_wait_while_the_head_packs_after_a_success(nodes, code, expected, count):
     nodes.two(f"import sys; {code}", pack_s=3.0)  # longer than the silence of a lost node
     assert nodes.codes() == [expected, expected]
     assert nodes.output().count("<packed>") == count
     assert "lost" not in nodes.output()
 
 
-def test_file_of_the_job_script_saves_and_requeues_all_nodes(nodes: Any, run_dir: Path) -> None:
+def test_file_of_the_job_script_saves_and_requeues_all_nodes(nodes, run_dir):
     for name in ("stop-for-requeue", "requeue"):
         (run_dir / name).write_text("of an earlier run")
     nodes.two(SAVE)
@@ -238,7 +234,7 @@ def test_file_of_the_job_script_saves_and_requeues_all_nodes(nodes: Any, run_dir
     ids=["killed", "silent"],
 )
 @pytest.mark.parametrize("rank", [0, 1])
-def test_lost_node_ends_the_other(nodes: Any, rank: int, number: signal.Signals, text: str) -> None:
+def test_lost_node_ends_the_other(nodes, rank, number, text):
     both = nodes.two(HANG, lost_s=1.0)
     nodes.said("ready", 4)
     both[rank].send_signal(number)
@@ -248,7 +244,7 @@ def test_lost_node_ends_the_other(nodes: Any, rank: int, number: signal.Signals,
     nodes.codes()
 
 
-def test_failed_node_ends_the_other(nodes: Any) -> None:
+def test_failed_node_ends_the_other(nodes):
     only_host1 = (
         "import os\nif 'host1' in os.environ['TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE']: raise SystemExit(3)\n"
     )
@@ -257,7 +253,7 @@ def test_failed_node_ends_the_other(nodes: Any) -> None:
     assert "node 2 of 2 (host1) ended with exit code 1" in nodes.output()
 
 
-def test_logs_of_two_nodes_on_one_host_have_two_names(nodes: Any) -> None:
+def test_logs_of_two_nodes_on_one_host_have_two_names(nodes):
     # Neither node ends before both have reported: the first end would stop the other.
     fails = (
         "import os, pathlib, time; os.environ['RANK'] = '0'\n"
@@ -275,7 +271,7 @@ def test_logs_of_two_nodes_on_one_host_have_two_names(nodes: Any) -> None:
     }
 
 
-def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
+def test_stalled_rendezvous_ends_with_the_nodes_named(nodes):
     """Torchrun of node 1 waits in torch's store, as after a stranger has deleted a key."""
     note = "from imgkit_entrypoints.launch import start_up; start_up.write_phase(os.environ, {phase!r});"
     nodes.start(stub(READY + note.format(phase="workers") + "time.sleep(100)"), **TWO, rank=0)
@@ -289,7 +285,7 @@ def test_stalled_rendezvous_ends_with_the_nodes_named(nodes: Any) -> None:
     assert "node 1 of 2 (host0) ended with exit code 4" in output
 
 
-def test_stop_during_the_roll_call(nodes: Any) -> None:
+def test_stop_during_the_roll_call(nodes):
     both = {"nnodes": 2, "port": ports.first_free(os.getpid() % 10000 + 15000)}
     launcher = nodes.start(stub("print('never')"), **both)
     nodes.start(stub("print('never')"), **both, rank=1, job="another")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -33,7 +32,7 @@ def settings(*packages: str, reachable: bool = False, shared: bool = False, **en
         ((), {"WANDB_PROJECT": "letters"}, "https://api.wandb.ai"),
     ],
 )
-def test_unreachable_service_is_named(packages: tuple[str, ...], env: Mapping[str, str], host: str) -> None:
+def test_unreachable_service_is_named(packages, env, host):
     (note,) = settings(*packages, **env).notes
     assert note.startswith(f"this node cannot reach {host}: ")
 
@@ -48,13 +47,11 @@ def test_unreachable_service_is_named(packages: tuple[str, ...], env: Mapping[st
     ],
     ids=["nothing calls one", "hub is offline", "wandb is off", "proxy"],
 )
-def test_program_without_need_of_the_internet_gets_no_note(
-    packages: tuple[str, ...], env: Mapping[str, str]
-) -> None:
+def test_program_without_need_of_the_internet_gets_no_note(packages, env):
     assert settings(*packages, **env).notes == ()
 
 
-def test_wandb_writes_into_the_run_folder() -> None:
+def test_wandb_writes_into_the_run_folder():
     assert settings("wandb", reachable=True, IMGKIT_RUN_DIR="/run").env == {"WANDB_DIR": "/run"}
     own = settings("wandb", reachable=True, IMGKIT_RUN_DIR="/run", WANDB_DIR="/mine")
     assert own.env == {}
@@ -64,12 +61,12 @@ def test_wandb_writes_into_the_run_folder() -> None:
 @pytest.mark.parametrize(
     ("shared", "env", "has_note"), [(True, {}, True), (False, {}, False), (True, {"HF_HOME": "/s"}, False)]
 )
-def test_models_in_a_shared_home_are_named(shared: bool, env: Mapping[str, str], has_note: bool) -> None:
+def test_models_in_a_shared_home_are_named(shared, env, has_note):
     notes = settings("huggingface_hub", reachable=True, shared=shared, HOME="/home/me", **env).notes
     assert any("models are saved in /home/me/.cache/huggingface" in note for note in notes) == has_note
 
 
-def test_connection_shows_what_can_be_reached() -> None:
+def test_connection_shows_what_can_be_reached():
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         assert internet.can_connect(url)
@@ -77,7 +74,7 @@ def test_connection_shows_what_can_be_reached() -> None:
 
 
 @pytest.mark.parametrize("url", ["", "huggingface.co", "http://host:port", "http://no-such-host.invalid"])
-def test_faulty_address_cannot_be_reached(url: str) -> None:
+def test_faulty_address_cannot_be_reached(url):
     assert not internet.can_connect(url)
 
 
@@ -89,12 +86,12 @@ def env(root: Path, mount_point: str) -> dict[str, str]:
     return {"IMGKIT_ROOT": str(root), "IMGKIT_CODE": "abc"}
 
 
-def test_mounted_copy_is_accepted(tmp_path: Path) -> None:
+def test_mounted_copy_is_accepted(tmp_path):
     run_code.refuse_missing_code(env(tmp_path, "/workspace"))
 
 
 @pytest.mark.parametrize("mount_point", ["/workspace/data", "/scratch"])
-def test_missing_copy_is_refused(tmp_path: Path, mount_point: str) -> None:
+def test_missing_copy_is_refused(tmp_path, mount_point):
     with pytest.raises(NoPlan) as caught:
         run_code.refuse_missing_code(env(tmp_path, mount_point))
     assert str(caught.value) == (
@@ -104,7 +101,7 @@ def test_missing_copy_is_refused(tmp_path: Path, mount_point: str) -> None:
     )
 
 
-def test_job_without_code_is_not_checked(tmp_path: Path) -> None:
+def test_job_without_code_is_not_checked(tmp_path):
     variables = env(tmp_path, "/scratch")
     del variables["IMGKIT_CODE"]
     run_code.refuse_missing_code(variables)

@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,7 +151,7 @@ def report(env: dict[str, str]) -> str:
     return "\n".join(question.lines)
 
 
-def test_ranks_with_fewer_collectives_are_told() -> None:
+def test_ranks_with_fewer_collectives_are_told():
     with fake_ras(HEAD + BEHIND) as ras:
         assert report(ras.env()) == (
             f"  NCCL's RAS (127.0.0.1:{ras.port}):\n"
@@ -184,14 +183,14 @@ def test_ranks_with_fewer_collectives_are_told() -> None:
     ],
     ids=["missing ranks", "all agree"],
 )
-def test_ranks_of_all_communicators_are_told(answer: str, report_lines: tuple[str, ...]) -> None:
+def test_ranks_of_all_communicators_are_told(answer, report_lines):
     with fake_ras(HEAD + answer) as ras:
         text = report(ras.env()) + "\n"
     assert [line for line in report_lines if f"    {line}\n" not in text] == []
     assert text.endswith(f"    {report_lines[-1]}\n")
 
 
-def test_stopped_process_that_shares_the_port_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_process_that_shares_the_port_is_passed_over(monkeypatch):
     monkeypatch.setattr(nccl, "_GREETING_S", 0.2)
     with fake_ras(HEAD + BEHIND, mute=2) as ras:
         assert "MISMATCH" in report(ras.env())
@@ -199,14 +198,14 @@ def test_stopped_process_that_shares_the_port_is_passed_over(monkeypatch: pytest
         assert report(ras.env()) == f"  NCCL's RAS (127.0.0.1:{ras.port}) does not answer"
 
 
-def test_answer_that_never_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_that_never_ends_is_left(monkeypatch):
     monkeypatch.setattr(nccl, "LIMIT_S", 0.5)
     with fake_ras(HEAD, ends=False) as ras:
         assert report(ras.env()) in ("", f"  NCCL's RAS (127.0.0.1:{ras.port}) does not answer")
 
 
 @pytest.mark.parametrize("answer", [b"", b"\xff\x00\x1b[2J" * 50, b"x" * (10 << 20), HEAD.encode()])
-def test_other_answers_are_one_clause(answer: bytes) -> None:
+def test_other_answers_are_one_clause(answer):
     with fake_ras(answer) as ras:
         text = report(ras.env())
     assert text == (
@@ -214,13 +213,13 @@ def test_other_answers_are_one_clause(answer: bytes) -> None:
     )
 
 
-def test_another_program_is_asked_nothing() -> None:
+def test_another_program_is_asked_nothing():
     with fake_ras("", greets=b"SSH-2.0-x\r\n") as ras:
         assert report(ras.env()).endswith("unreadable answer: another program listens there")
     assert ras.heard == b"CLIENT PROTOCOL 2\n"
 
 
-def test_characters_that_move_the_cursor_are_not_told() -> None:
+def test_characters_that_move_the_cursor_are_not_told():
     with fake_ras(HEAD + CALM + "\x1b[2Jx\r\n" + "y" * 5000 + "\n" + "z\n" * 100) as ras:
         text = report(ras.env())
     assert text.replace("\n", "").isprintable()
@@ -229,7 +228,7 @@ def test_characters_that_move_the_cursor_are_not_told() -> None:
     assert text.endswith("and 78 more lines")
 
 
-def test_nothing_listens_says_nothing() -> None:
+def test_nothing_listens_says_nothing():
     with fake_ras("") as ras:
         pass
     assert report(ras.env()) == ""  # as with a NCCL before 2.24
@@ -249,11 +248,11 @@ def test_nothing_listens_says_nothing() -> None:
         ({"NCCL_RAS_ADDR": ""}, None),
     ],
 )
-def test_address_is_the_one_of_nccl(changed: dict[str, str], address: object) -> None:
+def test_address_is_the_one_of_nccl(changed, address):
     assert nccl.ras_address({"IMGKIT_DEVICE": "cuda", **changed}) == address
 
 
-def test_answer_stands_below_the_stacks(nodes: Any) -> None:
+def test_answer_stands_below_the_stacks(nodes):
     hang = worker("if step == 8 and rank == 1: time.sleep(1000)", WAITS)
     with fake_ras(HEAD + BEHIND) as ras:
         nodes.start(stub(hang), **SOON, env=ras.env())
@@ -262,7 +261,7 @@ def test_answer_stands_below_the_stacks(nodes: Any) -> None:
     assert text.index("stack, innermost first") < text.index("NCCL's RAS (")
 
 
-def test_one_node_asks_where_all_ranks_wait(nodes: Any) -> None:
+def test_one_node_asks_where_all_ranks_wait(nodes):
     with fake_ras(HEAD + BEHIND) as ras:
         nodes.two(worker(within="if step == 8: time.sleep(1000)"), **SOON, env=ras.env())
         nodes.said("no rank has moved", count=2)
@@ -271,7 +270,7 @@ def test_one_node_asks_where_all_ranks_wait(nodes: Any) -> None:
     assert len(ras.links) == 1
 
 
-def test_mute_answer_does_not_stop_the_heartbeat(nodes: Any, tmp_path: Path) -> None:
+def test_mute_answer_does_not_stop_the_heartbeat(nodes, tmp_path):
     with fake_ras("", mute=9) as ras:
         launchers = nodes.two(
             worker(within="if step == 8: time.sleep(1000)"), **{**SOON, "lost_s": 2.0}, env=ras.env()
@@ -291,7 +290,7 @@ sys.exit(1)
 """
 
 
-def test_dumps_are_named_after_a_failure(nodes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dumps_are_named_after_a_failure(nodes, monkeypatch):
     monkeypatch.setenv("IMGKIT_DEVICE", "cuda")
     (nodes.folder / "run").mkdir()
     nodes.start(stub(FAKE), job="4711.head/x")
@@ -302,9 +301,7 @@ def test_dumps_are_named_after_a_failure(nodes: Any, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("device", "fake"), [("cpu", FAKE), ("cuda", FAKE.replace('"leaves"', "False"))])
-def test_failure_without_dumps_names_none(
-    nodes: Any, monkeypatch: pytest.MonkeyPatch, device: str, fake: str
-) -> None:
+def test_failure_without_dumps_names_none(nodes, monkeypatch, device, fake):
     monkeypatch.setenv("IMGKIT_DEVICE", device)
     (nodes.folder / "run").mkdir()
     (nodes.folder / "run/nccl-local-rank-0").write_text("of an earlier run")
@@ -313,7 +310,7 @@ def test_failure_without_dumps_names_none(
     assert "flight recorder" not in nodes.output()
 
 
-def test_older_torch_has_the_older_names() -> None:
+def test_older_torch_has_the_older_names():
     cuda = {"IMGKIT_DEVICE": "cuda", "IMGKIT_RUN_DIR": "/runs/one"}
     new, old = (
         nccl.recorder_variables(cuda, torch, "7") for torch in ("2.13.0+cu130", "2.3.0a0+40ec155e58.nv24.03")
@@ -324,7 +321,7 @@ def test_older_torch_has_the_older_names() -> None:
     assert not [name for name in new if "TRACE" in name or "DEBUG" in name]  # new versions warn of these
 
 
-def test_what_the_user_has_set_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_user_has_set_stays(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     env = {
         "IMGKIT_DEVICE": "cuda",

@@ -33,7 +33,7 @@ def left_files(nodes: Any) -> list[str]:
     return [path.name for path in nodes.folder.glob("imgkit-*")]
 
 
-def test_values_of_the_roll_call_replace_placeholders(nodes: Any) -> None:
+def test_values_of_the_roll_call_replace_placeholders(nodes):
     script = 'echo "got $* $MASTER_ADDR:$MASTER_PORT $NNODES $NODE_RANK $IMGKIT_NPROC."'
     args = ("{head}:{port}", "{nnodes} {node_rank} {nproc} {world_size}", "{run_dir}", "{{head}} {x}")
     start(nodes, script, *args, nproc=4)
@@ -46,7 +46,7 @@ def test_values_of_the_roll_call_replace_placeholders(nodes: Any) -> None:
     ]
 
 
-def test_end_of_the_head_ends_the_other_commands(nodes: Any) -> None:
+def test_end_of_the_head_ends_the_other_commands(nodes):
     go = nodes.folder / "go"
     head = f"while ! [ -e {go} ]; do sleep 0.05; done; exit 0"
     start(nodes, f"{HEAD} && {{ {head}; }}; trap 'echo got TERM; exit 9' TERM; {DAEMON} touch {go}; wait")
@@ -64,9 +64,7 @@ def test_end_of_the_head_ends_the_other_commands(nodes: Any) -> None:
     ],
     ids=["of the head", "of another node", "killed head"],
 )
-def test_first_failure_ends_all_with_its_code(
-    nodes: Any, script: str, code: int, failure: str, texts: int
-) -> None:
+def test_first_failure_ends_all_with_its_code(nodes, script, code, failure, texts):
     start(nodes, f"{DAEMON} {script}; {WAIT}")
     assert nodes.codes() == [code, code]
     assert f"<the command on node {failure}\n" in nodes.output()
@@ -81,7 +79,7 @@ def test_first_failure_ends_all_with_its_code(
         (7, "<the command on node 2 of 2 (host1) failed first: exit code 1\n"),
     ],
 )
-def test_code_of_the_head_counts_after_a_failure_elsewhere(nodes: Any, code: int, message: str) -> None:
+def test_code_of_the_head_counts_after_a_failure_elsewhere(nodes, code, message):
     """As at the end of `ray symmetric-run`, whose other nodes lose their cluster first."""
     go = nodes.folder / "go"
     start(nodes, f"{HEAD} || exit 1; while ! [ -e {go} ]; do sleep 0.05; done; exit {code}")
@@ -91,7 +89,7 @@ def test_code_of_the_head_counts_after_a_failure_elsewhere(nodes: Any, code: int
     assert message in nodes.output()
 
 
-def test_command_that_ends_long_before_the_head_is_named(nodes: Any) -> None:
+def test_command_that_ends_long_before_the_head_is_named(nodes):
     go = nodes.folder / "go"
     start(nodes, f"{HEAD} || exit 0; while ! [ -e {go} ]; do sleep 0.05; done")
     nodes.said("the command on node 2 of 2 (host1) has ended with 0, and the head's goes on")
@@ -99,14 +97,14 @@ def test_command_that_ends_long_before_the_head_is_named(nodes: Any) -> None:
     assert nodes.codes() == [0, 0]
 
 
-def test_killed_node_agent_leaves_no_process(nodes: Any) -> None:
+def test_killed_node_agent_leaves_no_process(nodes):
     start(nodes, f"{DAEMON} {WAIT}")
     nodes.said("ready", 2)
     nodes.processes[0].kill()
     assert nodes.codes() == [-signal.SIGKILL, 4]
 
 
-def test_stop_request_is_term_for_every_process(nodes: Any) -> None:
+def test_stop_request_is_term_for_every_process(nodes):
     child = "trap 'sleep 0.3; echo child saved; exit' TERM; while :; do sleep 0.1; done"
     nodes.start(["sh", "-c", f'sh -c "{child}" & echo ready; wait'], per_node=True, tick_s=0.1)
     nodes.said("ready")
@@ -115,7 +113,7 @@ def test_stop_request_is_term_for_every_process(nodes: Any) -> None:
     assert "child saved" in nodes.output()
 
 
-def test_command_deaf_to_term_is_killed_after_grace(nodes: Any) -> None:
+def test_command_deaf_to_term_is_killed_after_grace(nodes):
     nodes.start(["sh", "-c", f"trap '' TERM; {DAEMON} {WAIT}"], per_node=True, grace_s=0.5)
     nodes.said("ready")
     nodes.processes[0].terminate()
@@ -124,13 +122,13 @@ def test_command_deaf_to_term_is_killed_after_grace(nodes: Any) -> None:
     assert not left_files(nodes)
 
 
-def test_warning_signals_of_a_scheduler_do_not_end_the_command(nodes: Any) -> None:
+def test_warning_signals_of_a_scheduler_do_not_end_the_command(nodes):
     nodes.start(["sh", "-c", "kill -USR1 $$; kill -USR2 $$; echo alive"], per_node=True)
     assert nodes.codes() == [0]
     assert "alive" in nodes.output()
 
 
-def test_command_that_leaves_daemons_has_ended_the_run(nodes: Any) -> None:
+def test_command_that_leaves_daemons_has_ended_the_run(nodes):
     nodes.start(["sh", "-c", DAEMON], per_node=True)
     assert nodes.codes() == [0]
     assert (
@@ -139,7 +137,7 @@ def test_command_that_leaves_daemons_has_ended_the_run(nodes: Any) -> None:
     ) in nodes.output()
 
 
-def test_all_commands_start_again_after_a_failure(nodes: Any) -> None:
+def test_all_commands_start_again_after_a_failure(nodes):
     first = nodes.folder / "first"
     script = (
         f'{HEAD} || {{ [ -e {first} ] || {{ touch {first}; exit 3; }}; }}; echo "attempt $IMGKIT_ATTEMPT"'
@@ -149,7 +147,7 @@ def test_all_commands_start_again_after_a_failure(nodes: Any) -> None:
     assert nodes.output().count("attempt 2\n") == 2
 
 
-def test_spare_takes_the_place_of_a_lost_node(nodes: Any) -> None:
+def test_spare_takes_the_place_of_a_lost_node(nodes):
     hosts = ["host0", "host1", "host2"]
     spares = {**BOTH, "nnodes": 3, "hosts": hosts, "size": "2+1", "max_failures": 1, "beat_s": 0.1}
     for rank in range(3):
@@ -164,7 +162,7 @@ def test_spare_takes_the_place_of_a_lost_node(nodes: Any) -> None:
     assert nodes.output().count("rank 1\n") == 2
 
 
-def test_sockets_of_ray_have_one_short_path_on_all_nodes(nodes: Any) -> None:
+def test_sockets_of_ray_have_one_short_path_on_all_nodes(nodes):
     # As Ray does, whose other nodes use the head's folder; TMPDIR is too long here.
     code = (
         "import os, socket\n"
@@ -196,6 +194,6 @@ def test_sockets_of_ray_have_one_short_path_on_all_nodes(nodes: Any) -> None:
         ('{"head": 1, {}, {HEAD}}', '{"head": 1, {}, {HEAD}}'),
     ],
 )
-def test_other_braces_stay_as_they_are(arg: str, filled: str) -> None:
+def test_other_braces_stay_as_they_are(arg, filled):
     order = AttemptStart(attempt=1, nnodes=2, node_rank=1, port=15001, second_port=15002, head="10.0.0.1")
     assert per_node.fill_placeholders([arg], per_node.placeholder_values(order, 1, 4, "/run")) == [filled]

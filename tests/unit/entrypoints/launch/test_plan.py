@@ -194,7 +194,7 @@ def test_ranks_of_an_mpi_start_need_no_torchrun():
     ("torch", "has"),
     [("2.13.0+cpu", True), ("2.12.0", True), ("2.3.0a0+40ec155e58.nv24.3", False), ("", False)],
 )
-def test_flags_follow_the_version_of_torch(torch: str, has: bool):
+def test_flags_follow_the_version_of_torch(torch, has):
     assert ("--shutdown-timeout" in make(facts={"torch_version": torch}).argv) == has
 
 
@@ -215,7 +215,7 @@ def test_operator_variables_are_kept_from_torchrun():
         ("", 0, 1, "no GPU: one"),
     ],
 )
-def test_operator_s_number_of_processes_counts(text: str, gpus: int, nproc: int, reason: str) -> None:
+def test_operator_s_number_of_processes_counts(text, gpus, nproc, reason):
     launch_plan = make({"PET_NPROC_PER_NODE": text}, gpus=gpus)
     assert flag(launch_plan, "--nproc-per-node") == str(nproc)
     (decision,) = (item for item in launch_plan.decisions if item.variable == "nproc")
@@ -223,7 +223,7 @@ def test_operator_s_number_of_processes_counts(text: str, gpus: int, nproc: int,
     assert launch_plan.messages.warnings == ()
 
 
-def test_operator_s_number_that_is_not_used_is_told() -> None:
+def test_operator_s_number_that_is_not_used_is_told():
     env = {"PET_NPROC_PER_NODE": "4"}
     launch_plan = make(env, nproc="2")
     assert launch_plan.nproc == 2
@@ -243,13 +243,13 @@ def test_processors_can_be_chosen_where_the_system_has_gpus():
 
 
 @pytest.mark.parametrize("name", ["IMGKIT_GPUS", "SLURM_GPUS_ON_NODE"])
-def test_gpus_of_the_job_are_expected_where_no_image_states_them(name: str) -> None:
+def test_gpus_of_the_job_are_expected_where_no_image_states_them(name):
     assert make({name: "4"}, gpus=4).nproc == 4
     assert make({name: "4"}, device="cpu").nproc == 1
     assert make({name: "0"}).nproc == 1
 
 
-def test_gpus_of_another_maker_are_named_with_what_helps() -> None:
+def test_gpus_of_another_maker_are_named_with_what_helps():
     source = f"/dev: no nvidia device; /dev: kfd; {compute.ONLY_NVIDIA}"
     with pytest.raises(NoPlan, match="/dev: kfd") as caught:
         make(system=SystemFacts(node=Node(gpus=8)), facts={"gpus_source": source})
@@ -313,7 +313,7 @@ def test_spare_that_waits_in_vain_is_a_warning(scheduler):
 @pytest.mark.parametrize(
     ("host", "label"), [("../a b", "_a_b"), ("..", "node"), ("", "node"), ("a1.site", "a1.site")]
 )
-def test_host_name_cannot_lead_out_of_the_log_folder(host: str, label: str):
+def test_host_name_cannot_lead_out_of_the_log_folder(host, label):
     assert plan.host_label(host) == label
 
 
@@ -325,5 +325,5 @@ def test_attempts_have_log_folders_of_their_own():
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_known_issue_that_refuses_lets_processors_start(nnodes: int) -> None:
+def test_known_issue_that_refuses_lets_processors_start(nnodes):
     assert make(gpus=4, system=REFUSED, placement=node(nnodes), device="cpu").argv

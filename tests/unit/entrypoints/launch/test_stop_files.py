@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rollcall_nodes import head_placement
@@ -22,7 +21,7 @@ from .conftest import SAVE, file_names, stub
 SOON = {"tick_s": 0.1}
 
 
-def test_next_start_removes_the_folder_of_a_killed_job(nodes: Any) -> None:
+def test_next_start_removes_the_folder_of_a_killed_job(nodes):
     def folders() -> set[Path]:
         return set(nodes.folder.glob("imgkit-stop-*"))
 
@@ -43,7 +42,7 @@ def test_next_start_removes_the_folder_of_a_killed_job(nodes: Any) -> None:
     assert nodes.codes() == [-9, 85, 0]
 
 
-def test_file_of_a_person_ends_both_nodes_for_good(nodes: Any, run_dir: Path) -> None:
+def test_file_of_a_person_ends_both_nodes_for_good(nodes, run_dir):
     nodes.two(SAVE, **SOON)
     nodes.said("ready", 4)
     (run_dir / "stop").touch()
@@ -52,7 +51,7 @@ def test_file_of_a_person_ends_both_nodes_for_good(nodes: Any, run_dir: Path) ->
     assert file_names(run_dir) == ["result", "stop"]  # nobody is to requeue the job
 
 
-def test_file_of_a_person_counts_after_that_of_the_script(nodes: Any, run_dir: Path) -> None:
+def test_file_of_a_person_counts_after_that_of_the_script(nodes, run_dir):
     waits = SAVE.replace(
         "open(stop", "while not os.path.exists(stop + '/../go'): time.sleep(0.02)\nopen(stop"
     )
@@ -88,13 +87,13 @@ def folder(tmp_path: Path, messages: list[str]) -> RunFolder:
     ids=["new state", "no progress", "a person's stop"],
 )
 def test_job_is_requeued_for_a_new_state(
-    folder: RunFolder,
-    messages: list[str],
-    requeued: str | None,
-    names: list[str],
-    code: int,
-    message: str | None,
-) -> None:
+    folder,
+    messages,
+    requeued,
+    names,
+    code,
+    message,
+):
     if requeued:
         (folder.path / "requeued").write_text(requeued)
     else:
@@ -105,7 +104,7 @@ def test_job_is_requeued_for_a_new_state(
     assert not requeued or (folder.path / "requeued").read_text() == "7.0 40\n"
 
 
-def test_next_start_removes_the_request_to_requeue_and_the_use_of_gpus(folder: RunFolder) -> None:
+def test_next_start_removes_the_request_to_requeue_and_the_use_of_gpus(folder):
     folder.request_requeue("7.0 40")
     (folder.path / stop_protocol.GPU_USE).write_text("{}")
     folder.clear()
@@ -113,7 +112,7 @@ def test_next_start_removes_the_request_to_requeue_and_the_use_of_gpus(folder: R
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
-def test_record_of_a_stranger_prevents_no_requeue(folder: RunFolder) -> None:
+def test_record_of_a_stranger_prevents_no_requeue(folder):
     for name in ("requeued", "stop"):
         (folder.path / name).write_text("7.0 40\n")
         os.chown(folder.path / name, 12345, 12345)
@@ -121,14 +120,14 @@ def test_record_of_a_stranger_prevents_no_requeue(folder: RunFolder) -> None:
     assert (folder.path / "requeue").exists()
 
 
-def test_of_two_files_the_one_of_a_person_counts(tmp_path: Path) -> None:
+def test_of_two_files_the_one_of_a_person_counts(tmp_path):
     for name in ("stop-for-requeue", "stop"):
         (tmp_path / name).touch()
     assert RunFolder(path=tmp_path).stop_request() == StopRequest(reason=f"{tmp_path}/stop", requeue=False)
 
 
 @pytest.mark.parametrize("nnodes", [1, 2])
-def test_start_is_refused_while_the_file_is_there(nodes: Any, run_dir: Path, nnodes: int) -> None:
+def test_start_is_refused_while_the_file_is_there(nodes, run_dir, nnodes):
     (run_dir / "stop").touch()
     for rank in range(nnodes):
         nodes.start(["echo", "started"], nnodes=nnodes, rank=rank)
@@ -139,7 +138,7 @@ def test_start_is_refused_while_the_file_is_there(nodes: Any, run_dir: Path, nno
     assert file_names(run_dir) == ["result", "stop"]
 
 
-def test_run_folder_that_is_a_file_is_refused_before_the_start(nodes: Any) -> None:
+def test_run_folder_that_is_a_file_is_refused_before_the_start(nodes):
     file = nodes.folder / "run"
     file.touch()
     nodes.start(["echo", "started"])
@@ -148,7 +147,7 @@ def test_run_folder_that_is_a_file_is_refused_before_the_start(nodes: Any) -> No
     assert "started" not in nodes.output()
 
 
-def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path: Path) -> None:
+def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path):
     folder = tmp_path / "my run"
     folder.mkdir()
     (folder / "stop").touch()
@@ -158,7 +157,7 @@ def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
-def test_mark_that_cannot_be_removed_is_refused(tmp_path: Path) -> None:
+def test_mark_that_cannot_be_removed_is_refused(tmp_path):
     """A folder that this user may only read holds a mark of root, which counts."""
     for folder in (tmp_path, *list(tmp_path.parents)[:3]):
         folder.chmod(folder.stat().st_mode | 0o011)  # pytest's own folders are private
@@ -175,14 +174,14 @@ def test_mark_that_cannot_be_removed_is_refused(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-def test_folder_with_the_name_of_a_mark_does_not_count(nodes: Any, run_dir: Path) -> None:
+def test_folder_with_the_name_of_a_mark_does_not_count(nodes, run_dir):
     (run_dir / stop_protocol.FOR_REQUEUE).mkdir(parents=True)
     nodes.start(["true"])
     assert nodes.codes() == [0]
     assert "is ignored" in nodes.output()
 
 
-def test_of_two_requests_the_one_of_a_person_counts() -> None:
+def test_of_two_requests_the_one_of_a_person_counts():
     person = StopRequest(reason="a file", requeue=False)
     scheduler = StopRequest(reason="SIGTERM", requeue=True)
     config = NodeConfig(
@@ -200,7 +199,7 @@ def test_of_two_requests_the_one_of_a_person_counts() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
-def test_files_of_a_stranger_do_not_end_a_run(nodes: Any, run_dir: Path) -> None:
+def test_files_of_a_stranger_do_not_end_a_run(nodes, run_dir):
     nodes.start(stub(SAVE, 1), **SOON)
     nodes.said("ready")
     for name in ("stop", "stop-for-requeue"):

@@ -74,25 +74,25 @@ def free_port() -> str:
 
 
 @pytest.mark.parametrize(("nnodes", "started"), [("2", 2), ("2+1", 3)])
-def test_several_nodes(python: str, tmp_path: Path, nnodes: str, started: int) -> None:
+def test_several_nodes(python, tmp_path, nnodes, started):
     options = ("--nnodes", nnodes, "--head", "127.0.0.1", "--port", free_port(), "--node-rank")
     nodes = [start(python, tmp_path, *options, str(rank)) for rank in range(started)]
     assert ended(*nodes) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
 
 
-def test_pods_with_a_local_rank_train_together(python: str, tmp_path: Path) -> None:
+def test_pods_with_a_local_rank_train_together(python, tmp_path):
     job = {"PET_NNODES": "2", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": free_port()}
     pods = [start(python, tmp_path, **job, PET_NODE_RANK=str(rank), LOCAL_RANK="0") for rank in range(2)]
     assert ended(*pods) == ["0 0 2 --lr a b", "1 0 2 --lr a b"]
 
 
-def test_all_options_of_the_launch(python: str, tmp_path: Path) -> None:
+def test_all_options_of_the_launch(python, tmp_path):
     args = ("--max-restarts", "2", "--log-dir", str(tmp_path / "logs"), "--pass-local-rank", "--nproc", "2")
     lines = ["0 0 2 --local_rank=0 --lr a b", "1 1 2 --local_rank=1 --lr a b"]
     assert ended(start(python, tmp_path, *args)) == lines
 
 
-def test_stub_refuses_a_later_flag(python: str) -> None:
+def test_stub_refuses_a_later_flag(python):
     code = "from torch.distributed.run import main; main()"
     result = subprocess.run(
         [python, "-I", "-c", code, "--shutdown-timeout", "3", "x.py"], capture_output=True

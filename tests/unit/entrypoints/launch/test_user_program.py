@@ -55,7 +55,7 @@ def run(tmp_path: Path) -> Run:
 
 
 @pytest.mark.parametrize("number", STOPS)
-def test_stop_signal_does_not_end_the_program(run: Run, number: signal.Signals) -> None:
+def test_stop_signal_does_not_end_the_program(run, number):
     result = run(f"import os; os.kill(os.getpid(), {int(number)}); print('alive')")
     assert (result.returncode, result.stdout) == (0, "alive\n")
 
@@ -75,12 +75,12 @@ THIRD_PROCESS = "subprocess.run(['kill', '-TERM', str(child.pid)]); time.sleep(0
     ids=["own handler", "forked child outlives a scheduler's signal", "forked child can be terminated",
          "abandoned child does not hold the end", "started command has the usual signals"],
 )  # fmt: skip
-def test_signals_reach_those_who_should_obey(run: Run, code: str, output: str) -> None:
+def test_signals_reach_those_who_should_obey(run, code, output):
     result = run(code)
     assert (result.returncode, result.stdout) == (0, output)
 
 
-def test_signals_are_left_alone_without_a_launcher(run: Run) -> None:
+def test_signals_are_left_alone_without_a_launcher(run):
     assert run("import os; os.kill(os.getpid(), 15); print('alive')", blocked=False).returncode == -15
 
 
@@ -97,25 +97,23 @@ OLD = (
         (OLD, ("train", "--lr", "1"), "Namespace(local_rank=3, lr='1')\n"),
     ],
 )
-def test_local_rank_comes_before_the_arguments(
-    run: Run, code: str, args: tuple[str, ...], output: str
-) -> None:
+def test_local_rank_comes_before_the_arguments(run, code, args, output):
     assert run(code, *args, before=("--pass-local-rank",)).stdout == output
 
 
-def test_path_and_name_are_a_scripts(run: Run, tmp_path: Path) -> None:
+def test_path_and_name_are_a_scripts(run, tmp_path):
     (tmp_path / "beside.py").write_text("")
     result = run("import beside, sys; print(__name__, sys.argv, sys.path[0])")
     script = tmp_path / "script.py"
     assert result.stdout == f"__main__ {[str(script)]} {tmp_path}\n"
 
 
-def test_module_is_found_in_the_current_folder(run: Run, tmp_path: Path) -> None:
+def test_module_is_found_in_the_current_folder(run, tmp_path):
     (tmp_path / "tool.py").write_text("import sys; print(__name__, sys.argv[1:])")
     assert run("", "tool", "-m", before=("-m",)).stdout == "__main__ ['-m']\n"
 
 
-def test_missing_script_is_named(run: Run) -> None:
+def test_missing_script_is_named(run):
     result = run("", before=("/no/such.py",))
     assert result.returncode == 1
     assert "/no/such.py" in result.stdout
@@ -129,7 +127,7 @@ def test_missing_script_is_named(run: Run) -> None:
         "urllib.request.urlopen(f'http://hub.invalid:{PORT}/')",
     ],
 )
-def test_failed_connection_names_its_host_and_port(run: Run, tmp_path: Path, connect: str) -> None:
+def test_failed_connection_names_its_host_and_port(run, tmp_path, connect):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -143,7 +141,7 @@ def test_failed_connection_names_its_host_and_port(run: Run, tmp_path: Path, con
     assert record[-1] == "RuntimeError: no data"
 
 
-def test_other_error_of_the_system_names_no_host(run: Run, tmp_path: Path) -> None:
+def test_other_error_of_the_system_names_no_host(run, tmp_path):
     run("open('/absent')", **agent_env(tmp_path))
     assert "cannot reach" not in (tmp_path / "failed-3").read_text()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -53,7 +52,7 @@ def init_process_group(folder):
 """
 
 
-def test_ranks_that_do_not_meet_are_told_soon(nodes: Any, tmp_path: Path) -> None:
+def test_ranks_that_do_not_meet_are_told_soon(nodes, tmp_path):
     """Ranks wait for others in torch's store, in a function of this name."""
     waits = worker().replace("for step in", f"{MEETS}\ninit_process_group({str(tmp_path)!r})\nfor step in")
     nodes.start(stub(waits), **SOON)
@@ -68,7 +67,7 @@ def test_ranks_that_do_not_meet_are_told_soon(nodes: Any, tmp_path: Path) -> Non
     assert nodes.codes() == [0]
 
 
-def test_every_way_to_hang_is_told(nodes: Any) -> None:
+def test_every_way_to_hang_is_told(nodes):
     ways = (
         "time.sleep(1000)",
         "sum(itertools.repeat(0))",  # no Python runs in this process before that is over
@@ -91,7 +90,7 @@ def test_every_way_to_hang_is_told(nodes: Any) -> None:
     assert launcher.poll() is None
 
 
-def test_rank_of_another_node_is_told_by_its_own(nodes: Any) -> None:
+def test_rank_of_another_node_is_told_by_its_own(nodes):
     hang = worker("if step == 8 and rank == 3: time.sleep(1000)", WAITS)
     launchers = nodes.two(hang, **{**SOON, "hang_after_s": 2.0})
     nodes.said("<rank 3 on host1 did not move from the end of step 7")
@@ -100,7 +99,7 @@ def test_rank_of_another_node_is_told_by_its_own(nodes: Any) -> None:
     assert [launcher.poll() for launcher in launchers] == [None, None]
 
 
-def test_all_that_stand_in_one_step_are_told(nodes: Any) -> None:
+def test_all_that_stand_in_one_step_are_told(nodes):
     hang = "if step == 8: time.sleep(1000) if rank == 1 else waits_for_the_others()"
     nodes.start(stub(worker(within=hang)), **SOON)
     nodes.said("no rank has moved from step 8 for ")
@@ -114,7 +113,7 @@ def test_all_that_stand_in_one_step_are_told(nodes: Any) -> None:
         assert re.search(stack, output), output
 
 
-def test_worker_that_goes_on_is_told(nodes: Any) -> None:
+def test_worker_that_goes_on_is_told(nodes):
     hang = "if step == 8 and rank == 1: time.sleep(2)"
     launcher = nodes.start(stub(worker(hang, "rank == 0 and step == 8 and time.sleep(2)")), **SOON)
     nodes.said("rank 1 on host0 moved again after ")
@@ -136,7 +135,7 @@ BUSY = "if step == 8: {}\n    step == 9 and print('past it')"
     ],
     ids=["busy start", "long steps", "signs of life", "reports are off"],
 )
-def test_worker_that_does_not_hang_is_not_told(nodes: Any, code: str, after_s: float) -> None:
+def test_worker_that_does_not_hang_is_not_told(nodes, code, after_s):
     launcher = nodes.start(stub(code), **{**SOON, "hang_after_s": after_s})
     nodes.said("past it", count=2)
     launcher.terminate()
@@ -167,7 +166,7 @@ def launch(tmp_path: Path, code: str, node: int = 0) -> list[str]:
     return [sys.executable, "-c", LAUNCH, str(node), *worker]
 
 
-def test_stacks_of_all_ranks_come_without_py_spy(nodes: Any, tmp_path: Path) -> None:
+def test_stacks_of_all_ranks_come_without_py_spy(nodes, tmp_path):
     hang = (
         "def reads_data():\n    while True: time.sleep(0.02)\n"
         "def blocks():\n    os.read(os.pipe()[0], 1)\n"
@@ -185,14 +184,14 @@ def test_stacks_of_all_ranks_come_without_py_spy(nodes: Any, tmp_path: Path) -> 
     nodes.codes()
 
 
-def test_program_that_works_is_not_reported(nodes: Any, tmp_path: Path) -> None:
+def test_program_that_works_is_not_reported(nodes, tmp_path):
     busy = "for _ in range(60):\n    time.sleep(0.05)\nprint('done')\n"
     nodes.start(launch(tmp_path, busy), **PROGRAM_SOON, hang_after_s=0.5)
     assert nodes.codes() == [0]
     assert "sign of life" not in nodes.output()
 
 
-def test_ranks_that_never_connect_end_with_the_nodes_named(nodes: Any, tmp_path: Path) -> None:
+def test_ranks_that_never_connect_end_with_the_nodes_named(nodes, tmp_path):
     """A stranger has deleted the keys of all ranks, so that each waits for the others."""
     waits = "def init_process_group():\n    os.read(os.pipe()[0], 1)\ninit_process_group()\n"
     both = {"nnodes": 2, "hosts": ["host0", "host1"], "timeout_s": 3.0, **PROGRAM_SOON, "hang_after_s": 1.0}
@@ -209,7 +208,7 @@ def note(phase: str) -> str:
     return f"from imgkit_entrypoints.launch import start_up\nstart_up.write_phase(os.environ, {phase!r})\n"
 
 
-def test_head_leaves_after_the_other_nodes(nodes: Any, tmp_path: Path) -> None:
+def test_head_leaves_after_the_other_nodes(nodes, tmp_path):
     """Torchrun of the head serves the store, and ends when the node agent has heard of all nodes."""
     head = "while not os.path.exists(os.path.dirname(stop) + '/others-have-ended'): time.sleep(0.02)\n"
     member_code = "while not os.path.exists(os.environ['IMGKIT_RUN_DIR'] + '/go'): time.sleep(0.02)\n"

@@ -52,7 +52,7 @@ def launcher(placement: Placement, printed: Path) -> None:
     NodeAgent(config).run()
 
 
-def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
+def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path):
     placement, printed = replace(head_placement(), nnodes=1020, hosts=()), tmp_path / "the limit"
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < 1020 + 512:
@@ -80,7 +80,7 @@ def test_1020_nodes_start_below_a_soft_limit_of_1024(tmp_path: Path) -> None:
         os.waitpid(head, 0)
 
 
-def test_node_that_dies_in_the_handshake_can_call_again(placement: Placement) -> None:
+def test_node_that_dies_in_the_handshake_can_call_again(placement):
     head = CallThread(placement, 0, secret=SECRET)
     for reset in (False, True):
         with stranger(placement) as connection:
@@ -91,7 +91,7 @@ def test_node_that_dies_in_the_handshake_can_call_again(placement: Placement) ->
     close([call.roll() for call in (head, CallThread(placement, 1, secret=SECRET))])
 
 
-def test_trickle_in_the_handshake_delays_no_other_node(placement: Placement) -> None:
+def test_trickle_in_the_handshake_delays_no_other_node(placement):
     placement = replace(placement, nnodes=3)
     head = CallThread(placement, 0, secret=SECRET)
     handshake = Handshake(secret=SECRET, job_id=placement.job_id, node_rank=2)

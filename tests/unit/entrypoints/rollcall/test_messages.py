@@ -109,11 +109,11 @@ def changed(message: Message, **values: object) -> bytes:
 
 
 @pytest.mark.parametrize("message", [*FROM_NODE, *FROM_HEAD], ids=str)
-def test_message_arrives_as_it_was(message: Message) -> None:
+def test_message_arrives_as_it_was(message):
     assert messages.decode(messages.encode(message)) == message
 
 
-def test_unknown_field_and_left_out_default_are_no_fault() -> None:
+def test_unknown_field_and_left_out_default_are_no_fault():
     assert messages.decode(changed(REQUEST, probe=..., later="x")) == dataclasses.replace(REQUEST, probe=None)
 
 
@@ -157,7 +157,7 @@ MEASURE = MeasureRequest(stage=2, limit_s=6, group=(0, 3), store=40001)
         changed(MEASURE, limit_s=601),
     ],
 )
-def test_other_line_is_refused(line: bytes) -> None:
+def test_other_line_is_refused(line):
     with pytest.raises(ValueError, match=r"."):
         messages.decode(line)
 
@@ -167,13 +167,13 @@ def test_other_line_is_refused(line: bytes) -> None:
     [("rank", -1), ("code", 256), ("code", None), ("age_ms", -1), ("after_peer", 0), ("lines", ["x"] * 201),
      ("log", None)],
 )  # fmt: skip
-def test_failure_out_of_range_is_refused(field: str, value: object) -> None:
+def test_failure_out_of_range_is_refused(field, value):
     line = changed(AttemptEnded(code=1), failure={**dataclasses.asdict(FAILED), field: value})
     with pytest.raises(ValueError, match=rf"^AttemptEnded\.failure\.{field}\b"):
         messages.decode(line)
 
 
-def test_line_of_another_node_cannot_steer_a_terminal() -> None:
+def test_line_of_another_node_cannot_steer_a_terminal():
     bad, escaped = (
         AttemptEnded(code=1, failure=dataclasses.replace(FAILED, lines=(line,)))
         for line in ("\x1b[2J\u202e", "\\x1b[2J\\u202e")
@@ -181,7 +181,7 @@ def test_line_of_another_node_cannot_steer_a_terminal() -> None:
     assert messages.decode(messages.encode(bad)) == escaped
 
 
-def test_message_of_the_other_side_is_ignored() -> None:
+def test_message_of_the_other_side_is_ignored():
     """A node cannot command the head, and the head reports nothing to a node."""
     placement = head_placement()
     for message in FROM_HEAD:
@@ -200,13 +200,13 @@ def test_message_of_the_other_side_is_ignored() -> None:
 
 @pytest.mark.parametrize("field", ["address", "interface"])
 @pytest.mark.parametrize("value", ["$(id)", "eth0; id", "`id`", "a b", "\n"])
-def test_offer_with_a_command_in_it_is_refused(field: str, value: str) -> None:
+def test_offer_with_a_command_in_it_is_refused(field, value):
     offer = {**json.loads(messages.encode(REQUEST))["probe"], field: value}
     with pytest.raises(ValueError, match=rf"JoinRequest\.probe\.{field}: .* is not an "):
         messages.decode(changed(REQUEST, probe=offer))
 
 
-def test_refusal_of_many_different_nodes_fits_into_a_line() -> None:
+def test_refusal_of_many_different_nodes_fits_into_a_line():
     placement = dataclasses.replace(head_placement(), nnodes=4096)
     nodes = {
         rank: NodeInfo(host=f"host{rank}", software=Software(torch=f"{rank}" * 40)) for rank in range(4096)
@@ -365,12 +365,12 @@ def fuzz(lines: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
                 send(mutated(chance, valid))
 
 
-def test_mutated_lines_end_in_no_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mutated_lines_end_in_no_exception(monkeypatch):
     fuzz(10_000, 13, monkeypatch)
 
 
 @pytest.mark.soak
-def test_million_mutated_lines_end_in_no_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_million_mutated_lines_end_in_no_exception(monkeypatch):
     seed = random.randrange(1 << 32)  # noqa: S311
     print(f"seed {seed}")
     fuzz(1_000_000, seed, monkeypatch)

@@ -84,14 +84,14 @@ def meet(
     return results
 
 
-def test_good_network_passes_every_size() -> None:
+def test_good_network_passes_every_size():
     with probe.open_port(HERE, "lo") as opened:
         assert opened.offer is not None
         assert probe.probe_targets({1: opened.offer}) == []
         assert not opened.is_crowded()
 
 
-def test_each_bad_node_is_a_failure(narrow: ProbePort, closed: ProbePort) -> None:
+def test_each_bad_node_is_a_failure(narrow, closed):
     unreachable = ProbePort(address="255.255.255.255", interface="eth0", port=40000)
     failures = probe.probe_targets({1: narrow, 2: closed, 3: unreachable})
     dropped, refused, unrouted = sorted(failures, key=lambda failure: failure.target)
@@ -104,13 +104,13 @@ def test_each_bad_node_is_a_failure(narrow: ProbePort, closed: ProbePort) -> Non
 
 
 @pytest.mark.parametrize("address", ["", "192.0.2.1", "no address"])
-def test_foreign_address_takes_no_part(address: str) -> None:
+def test_foreign_address_takes_no_part(address):
     with probe.open_port(address, "eth0") as opened:
         assert opened.offer is None
 
 
 @pytest.mark.parametrize("nnodes", [2, 3, 4, 5, 64, 1000])
-def test_no_node_hears_from_many(nnodes: int) -> None:
+def test_no_node_hears_from_many(nnodes):
     ranks = tuple(range(nnodes))
     pairs = [(rank, partner) for rank in ranks for partner in probe.choose_partners(rank, ranks)]
     heard = [sum(partner == rank for _, partner in pairs) for rank in ranks] if nnodes <= 64 else [3]
@@ -120,14 +120,12 @@ def test_no_node_hears_from_many(nnodes: int) -> None:
 
 
 @pytest.mark.parametrize("address", [HERE, ""], ids=["all", "one without an address"])
-def test_nodes_that_reach_each_other_start(request: pytest.FixtureRequest, address: str) -> None:
+def test_nodes_that_reach_each_other_start(request, address):
     rolls = meet(node_placements(3, request.node.name), [HERE, address, HERE])
     assert all(isinstance(roll, session.Session) for roll in rolls)
 
 
-def test_failing_pair_is_named_on_every_node(
-    request: pytest.FixtureRequest, narrow: ProbePort, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_pair_is_named_on_every_node(request, narrow, monkeypatch):
     real = probe.open_port
 
     def offering(address: str, interface: str) -> AbstractContextManager[OpenPort]:
@@ -144,9 +142,7 @@ def test_failing_pair_is_named_on_every_node(
 
 
 @pytest.mark.parametrize(("all_reach_head", "callers"), [(True, 5), (False, 3)])
-def test_every_node_connects_to_the_head_of_commands_per_node(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, all_reach_head: bool, callers: int
-) -> None:
+def test_every_node_connects_to_the_head_of_commands_per_node(request, monkeypatch, all_reach_head, callers):
     real, counts = probe.open_port, dict[str, int]()
 
     @contextmanager
@@ -162,18 +158,14 @@ def test_every_node_connects_to_the_head_of_commands_per_node(
     assert max(counts.values()) == callers
 
 
-def test_node_without_a_test_of_the_head_is_refused(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_node_without_a_test_of_the_head_is_refused(request, monkeypatch):
     monkeypatch.setattr(probe, "ANSWER_S", -probe.LIMIT_S)
     texts = meet(node_placements(2, request.node.name), [HERE] * 2, all_reach_head=True)
     assert "node 2 of 2 (host1) cannot connect to node 1 of 2 (host0) on port" in str(texts[1])
     assert ": no report of this test\n" in str(texts[1])
 
 
-def test_stranger_in_the_test_ports_does_not_refuse_the_start(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stranger_in_the_test_ports_does_not_refuse_the_start(request, monkeypatch):
     real, crowd = probe.open_port, []
 
     @contextmanager
@@ -196,7 +188,7 @@ def test_stranger_in_the_test_ports_does_not_refuse_the_start(
 
 
 @pytest.mark.parametrize("ends", [True, False])
-def test_head_blames_the_way_to_a_node_that_has_not_ended(closed: ProbePort, ends: bool) -> None:
+def test_head_blames_the_way_to_a_node_that_has_not_ended(closed, ends):
     head = CallThread(head_placement(), 0, address=HERE, interface="lo")
     me = NodeInfo(host="host1")
     joining = JoinRequest(job=head.placement.job_id, node_rank=1, nnodes=2, node=me, probe=closed)
@@ -262,15 +254,13 @@ def name(rank: int) -> str:
     ],
     ids=["black hole", "firewall", "one address for two nodes", "connection without data"],
 )
-def test_failed_pair_is_refused_with_what_helps(
-    pairs: list[PairFailure], offers: dict[int, ProbePort], problems: list[str], hints: list[str]
-) -> None:
+def test_failed_pair_is_refused_with_what_helps(pairs, offers, problems, hints):
     error = probe.network_error(pairs, offers, name)
     assert [text for text in problems if text not in error.what] == []
     assert [text for text in hints if text not in str(error.hint)] == []
 
 
-def test_refusal_fits_into_a_small_packet() -> None:
+def test_refusal_fits_into_a_small_packet():
     long = "x" * 60
     for failure in (HOLE, WALL):
         error = probe.network_error(

@@ -80,7 +80,7 @@ def recorded(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> tuple[byt
     return relay.from_node, relay.from_head
 
 
-def test_other_secret_is_not_counted(placement: Placement) -> None:
+def test_other_secret_is_not_counted(placement):
     head, node = (
         CallThread(placement, 0, secret=SECRET, timeout_s=2.5),
         CallThread(placement, 1, secret=OTHER, timeout_s=2.0),
@@ -104,9 +104,7 @@ ALONE = "this node has a secret, and the head starts without one"
     ],
     ids=["node", "head"],
 )
-def test_start_with_one_secret_is_refused(
-    placement: Placement, of_head: bytes | None, of_node: bytes | None, told: str, logged: str
-) -> None:
+def test_start_with_one_secret_is_refused(placement, of_head, of_node, told, logged):
     head = CallThread(placement, 0, secret=of_head, timeout_s=2.5)
     node = CallThread(placement, 1, secret=of_node, timeout_s=2.0)
     assert told in node.refusal()
@@ -123,7 +121,7 @@ def test_start_with_one_secret_is_refused(
         b"imgkit-join -1 " + b"0" * 32 + b"\n",
     ],
 )
-def test_stranger_hears_nothing(placement: Placement, first: bytes) -> None:
+def test_stranger_hears_nothing(placement, first):
     head = CallThread(placement, 0, secret=SECRET)
     with stranger(placement) as connection:
         connection.sendall(first)
@@ -134,7 +132,7 @@ def test_stranger_hears_nothing(placement: Placement, first: bytes) -> None:
 @pytest.mark.parametrize(
     "forged", [b"", b"{}\n", b"0" * 64 + b' {"stop": "x"}\n', b"x" * 5000, b'{"job": "%s"}\n']
 )
-def test_stranger_learns_a_nonce_and_changes_nothing(placement: Placement, forged: bytes) -> None:
+def test_stranger_learns_a_nonce_and_changes_nothing(placement, forged):
     head = CallThread(placement, 0, secret=SECRET)
     answers = []
     for _ in range(2):
@@ -150,7 +148,7 @@ def test_stranger_learns_a_nonce_and_changes_nothing(placement: Placement, forge
     close(start_others(head))
 
 
-def test_early_impostor_is_refused_and_the_node_gets_in(placement: Placement) -> None:
+def test_early_impostor_is_refused_and_the_node_gets_in(placement):
     head = CallThread(placement, 0, secret=SECRET)
     request = JoinRequest(job=placement.job_id, node_rank=1, nnodes=2, node=NodeInfo(host="evil"))
     for first in (b"", CALL):
@@ -162,7 +160,7 @@ def test_early_impostor_is_refused_and_the_node_gets_in(placement: Placement) ->
     close(rolls)
 
 
-def test_proof_is_bound_to_the_rank(placement: Placement) -> None:
+def test_proof_is_bound_to_the_rank(placement):
     placement = replace(placement, nnodes=3)
     head = CallThread(placement, 0, secret=SECRET)
     with stranger(placement) as connection:
@@ -175,9 +173,7 @@ def test_proof_is_bound_to_the_rank(placement: Placement) -> None:
     close(start_others(head, 1, 2))
 
 
-def test_recorded_node_is_refused_in_the_next_start(
-    placement: Placement, recorded: tuple[bytes, bytes]
-) -> None:
+def test_recorded_node_is_refused_in_the_next_start(placement, recorded):
     node_bytes, _ = recorded
     assert b'"node_rank": 1' in node_bytes
     assert b'"reason": "SIGTERM"' in node_bytes
@@ -192,7 +188,7 @@ def test_recorded_node_is_refused_in_the_next_start(
     close(rolls)
 
 
-def test_recorded_head_is_not_believed(placement: Placement, recorded: tuple[bytes, bytes]) -> None:
+def test_recorded_head_is_not_believed(placement, recorded):
     _, head_bytes = recorded
     assert b"RunStart" in head_bytes
     with squatting(placement, head_bytes):
@@ -200,7 +196,7 @@ def test_recorded_head_is_not_believed(placement: Placement, recorded: tuple[byt
     assert "does not know this run's secret (its answer is not a valid proof)" in text
 
 
-def test_request_counts_on_its_own_connection_alone() -> None:
+def test_request_counts_on_its_own_connection_alone():
     node = Handshake(secret=SECRET, job_id="job", node_rank=1)
     head, next_head = (Handshake.accept(SECRET, "job", node.opening) for _ in range(2))
     signed = node.confirm(head.answer).sign(b"a")
@@ -209,14 +205,14 @@ def test_request_counts_on_its_own_connection_alone() -> None:
     assert next_head.verify(signed) is None
 
 
-def test_answer_of_the_head_sent_back_proves_nothing() -> None:
+def test_answer_of_the_head_sent_back_proves_nothing():
     head = Handshake.accept(SECRET, "job", CALL.strip())
     mac = head.answer.rpartition(b" ")[2]
     assert head.verify(mac + b" ") is None
 
 
 @pytest.mark.parametrize("change", ["secret", "job", "rank", "nonce", "head"])
-def test_proof_depends_on_everything(change: str) -> None:
+def test_proof_depends_on_everything(change):
     secret, job_id = (OTHER if change == "secret" else SECRET), ("a" if change == "job" else "b")
     node = Handshake(secret=secret, job_id=job_id, node_rank=1)
     opening = {"rank": node.opening.replace(b" 1 ", b" 2 "), "nonce": CALL.strip()}.get(change, node.opening)
@@ -230,7 +226,7 @@ def test_proof_depends_on_everything(change: str) -> None:
     "answer",
     [b"", b"220 mail ready\r\n", b'{"type": "Refused", "what": "\\u001b[31mgo away"}\n', b"x" * 9000],
 )
-def test_squatter_is_named(placement: Placement, answer: bytes) -> None:
+def test_squatter_is_named(placement, answer):
     with squatting(placement, answer):
         text = CallThread(placement, 1, secret=SECRET, timeout_s=2.0).refusal()
     assert f"another program answers at 127.0.0.1:{job_port(placement.job_id)} and does not know" in text
@@ -238,7 +234,7 @@ def test_squatter_is_named(placement: Placement, answer: bytes) -> None:
     assert "go away" not in text
 
 
-def test_last_call_without_time_for_an_answer_keeps_the_reason(placement: Placement) -> None:
+def test_last_call_without_time_for_an_answer_keeps_the_reason(placement):
     with squatting(placement) as listener:
         node = CallThread(placement, 1, secret=SECRET, timeout_s=1.5)
         connection, _ = listener.accept()
@@ -248,7 +244,7 @@ def test_last_call_without_time_for_an_answer_keeps_the_reason(placement: Placem
     assert "its answer is not a valid proof" in text
 
 
-def test_node_outlasts_a_squatter(placement: Placement) -> None:
+def test_node_outlasts_a_squatter(placement):
     with squatting(placement) as listener:
         node = CallThread(placement, 1, secret=SECRET)
         connection, _ = listener.accept()

@@ -44,30 +44,30 @@ def refused(path: Path, text: str) -> str:
     return str(caught.value.hint)
 
 
-def test_private_file_is_the_secret(file: Path) -> None:
+def test_private_file_is_the_secret(file):
     assert secret.find_secret(str(file), {}, shared_home=False) == VALUE
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
-def test_file_with_bits_for_others_is_refused(file: Path, mode: int) -> None:
+def test_file_with_bits_for_others_is_refused(file, mode):
     file.chmod(mode)
     assert refused(file, rf"other users have access to it \(mode {mode:04o}\)") == f"chmod 600 '{file}'"
 
 
 @as_root
-def test_file_of_another_user_is_refused(file: Path) -> None:
+def test_file_of_another_user_is_refused(file):
     os.chown(file, OTHER_USER, OTHER_USER)
     assert f"sudo chown 0 '{file}'" in refused(file, f"belongs to user {OTHER_USER}, not to you")
 
 
 @as_root
-def test_root_of_a_container_reads_the_file_of_the_folder_s_owner(file: Path) -> None:
+def test_root_of_a_container_reads_the_file_of_the_folder_s_owner(file):
     for path in (file, file.parent):
         os.chown(path, OTHER_USER, OTHER_USER)
     assert secret.read_secret(file) == VALUE
 
 
-def test_link_pipe_folder_and_missing_file_are_refused(file: Path, tmp_path: Path) -> None:
+def test_link_pipe_folder_and_missing_file_are_refused(file, tmp_path):
     link, pipe = tmp_path / "link", tmp_path / "pipe"
     link.symlink_to(file)
     os.mkfifo(pipe, 0o600)
@@ -78,14 +78,12 @@ def test_link_pipe_folder_and_missing_file_are_refused(file: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(("size", "text"), [(0, "0 bytes"), (31, "31 bytes"), (4097, "more than 4096")])
-def test_file_of_a_wrong_size_is_refused(file: Path, size: int, text: str) -> None:
+def test_file_of_a_wrong_size_is_refused(file, size, text):
     file.write_bytes(b"x" * size)
     refused(file, text)
 
 
-def test_kubernetes_mounts_a_link_that_the_group_may_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kubernetes_mounts_a_link_that_the_group_may_read(tmp_path, monkeypatch):
     """A volume of type Secret: ``secret`` is a link into a folder that a second link names."""
     (tmp_path / "..now").mkdir()
     (tmp_path / "..now/secret").write_bytes(VALUE)
@@ -101,7 +99,7 @@ def test_kubernetes_mounts_a_link_that_the_group_may_read(
         secret.find_secret(None, {}, shared_home=False)
 
 
-def test_home_file_is_made_on_a_network_disk_alone(home: dict[str, str]) -> None:
+def test_home_file_is_made_on_a_network_disk_alone(home):
     assert secret.find_secret(None, home, shared_home=False) is None
     assert not secret_file(home).exists()
     value = secret.find_secret(None, home, shared_home=True)
@@ -115,21 +113,21 @@ def test_home_file_is_made_on_a_network_disk_alone(home: dict[str, str]) -> None
     assert [path.name for path in secret_file(home).parent.iterdir()] == ["secret"]
 
 
-def test_home_is_the_one_of_xdg(tmp_path: Path) -> None:
+def test_home_is_the_one_of_xdg(tmp_path):
     env = {"XDG_CONFIG_HOME": str(tmp_path), "HOME": "/nowhere"}
     assert secret.home_file(env) == tmp_path / "imgkit/secret"
     assert secret.home_file({"HOME": ""}) is None
     assert secret.find_secret(None, {}, shared_home=True) is None
 
 
-def test_plan_names_the_source_and_makes_nothing(home: dict[str, str], file: Path) -> None:
+def test_plan_names_the_source_and_makes_nothing(home, file):
     assert secret.describe_source(str(file), home, shared_home=False) == str(file)
     assert secret.describe_source(None, home, shared_home=True) == str(secret_file(home))
     assert secret.describe_source(None, home, shared_home=False) == ""
     assert not secret_file(home).exists()
 
 
-def test_home_that_cannot_be_written_leaves_the_start_open(home: dict[str, str]) -> None:
+def test_home_that_cannot_be_written_leaves_the_start_open(home):
     Path(home["HOME"]).write_text("no folder")
     assert secret.find_secret(None, home, shared_home=True) is None
 
@@ -142,7 +140,7 @@ print(secret.find_secret(None, {"HOME": sys.argv[1]}, shared_home=True).hex())
 """
 
 
-def test_nodes_that_race_agree_on_one_home_file(tmp_path: Path) -> None:
+def test_nodes_that_race_agree_on_one_home_file(tmp_path):
     argv = [sys.executable, "-c", RACE, str(tmp_path), str(time.time() + 0.5)]
     racers = [subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) for _ in range(6)]
     assert len({racer.communicate(timeout=30)[0] for racer in racers}) == 1
@@ -173,12 +171,12 @@ MOUNTS = """\
         ("/rootless/root", "fuse.fuse-overlayfs", False),
     ],
 )
-def test_network_disk_is_known_by_its_file_system(tmp_path: Path, path: str, kind: str, shared: bool) -> None:
+def test_network_disk_is_known_by_its_file_system(tmp_path, path, kind, shared):
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/mountinfo").write_text(MOUNTS)
     reader = Reader(root=tmp_path)
     assert (storage._file_system(reader, path), storage.on_network_disk(reader, path)) == (kind, shared)
 
 
-def test_unknown_mounts_are_not_shared(tmp_path: Path) -> None:
+def test_unknown_mounts_are_not_shared(tmp_path):
     assert not storage.on_network_disk(Reader(root=tmp_path), "/home/me")

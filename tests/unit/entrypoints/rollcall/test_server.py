@@ -74,7 +74,7 @@ def nodes() -> Iterator[Nodes]:
         yield nodes
 
 
-def test_message_costs_work_for_its_own_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_costs_work_for_its_own_connection(monkeypatch):
     with kept_file_limit():
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -94,7 +94,7 @@ def test_message_costs_work_for_its_own_connection(monkeypatch: pytest.MonkeyPat
             assert len(readers) == 2
 
 
-def test_mute_node_delays_nobody(nodes: Nodes) -> None:
+def test_mute_node_delays_nobody(nodes):
     for _ in range(20):
         nodes.server.send_all(LARGE)
         for rank in (2, 3):
@@ -103,7 +103,7 @@ def test_mute_node_delays_nobody(nodes: Nodes) -> None:
         assert nodes.receive_one() == [(2, AttemptEnded(code=0))]
 
 
-def test_slow_node_gets_everything_in_order(nodes: Nodes) -> None:
+def test_slow_node_gets_everything_in_order(nodes):
     sent = [StopOrder(node=str(number), reason="x" * 60_000) for number in range(20)]
     for message in sent:
         nodes.server.send(1, message)
@@ -112,13 +112,13 @@ def test_slow_node_gets_everything_in_order(nodes: Nodes) -> None:
     assert nodes.server.receive() == []
 
 
-def test_full_connection_does_not_wake_the_head(nodes: Nodes) -> None:
+def test_full_connection_does_not_wake_the_head(nodes):
     for _ in range(20):
         nodes.server.send(1, LARGE)
     assert session.wait([nodes.server], 0.01) == []
 
 
-def test_closed_connection_is_reported_once(nodes: Nodes) -> None:
+def test_closed_connection_is_reported_once(nodes):
     nodes.ends[2].sendall(LINE)
     nodes.ends[2].close()
     assert nodes.receive_one() == [(2, AttemptEnded(code=0))]
@@ -132,7 +132,7 @@ def test_closed_connection_is_reported_once(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize("is_reset", [False, True], ids=["unread input", "reset while the head sends"])
-def test_process_that_ends_has_closed_its_connection(nodes: Nodes, is_reset: bool) -> None:
+def test_process_that_ends_has_closed_its_connection(nodes, is_reset):
     with socket.create_server(("127.0.0.1", 0)) as server:
         end = socket.create_connection(server.getsockname())
         nodes.server.add_node(4, HeadConnection(server.accept()[0], ""))
@@ -150,7 +150,7 @@ def test_process_that_ends_has_closed_its_connection(nodes: Nodes, is_reset: boo
 
 
 @pytest.mark.parametrize("data", [b"", b"{"], ids=["half-open", "a byte now and then"])
-def test_node_without_a_whole_line_is_silent(nodes: Nodes, data: bytes) -> None:
+def test_node_without_a_whole_line_is_silent(nodes, data):
     for connection in nodes.server._nodes.values():
         connection.last_received -= session.LOST_AFTER_S + 1
     nodes.ends[2].sendall(data * 10)
@@ -161,7 +161,7 @@ def test_node_without_a_whole_line_is_silent(nodes: Nodes, data: bytes) -> None:
     assert nodes.silent() == [2]
 
 
-def test_connection_stays_with_its_node_under_a_new_number(nodes: Nodes) -> None:
+def test_connection_stays_with_its_node_under_a_new_number(nodes):
     nodes.ends[1].close()
     nodes.receive_until(lambda: nodes.server.lost)
     nodes.server.renumber({1: 1, 2: 3, 3: 2})
@@ -172,7 +172,7 @@ def test_connection_stays_with_its_node_under_a_new_number(nodes: Nodes) -> None
     assert b"node 3" in nodes.ends[3].recv(4096)
 
 
-def test_message_in_many_pieces_arrives_whole(nodes: Nodes) -> None:
+def test_message_in_many_pieces_arrives_whole(nodes):
     for byte in LINE + LINE[:-1]:
         nodes.ends[1].sendall(bytes([byte]))
         nodes.server.receive(0.0)
@@ -180,7 +180,7 @@ def test_message_in_many_pieces_arrives_whole(nodes: Nodes) -> None:
     assert nodes.receive_one() == [(1, AttemptEnded(code=0))] * 2
 
 
-def test_last_message_reaches_all_beside_a_mute_node(nodes: Nodes) -> None:
+def test_last_message_reaches_all_beside_a_mute_node(nodes):
     for _ in range(20):
         nodes.server.send(1, LARGE)
     nodes.server.send_all(StopOrder(node="head", reason="over"))

@@ -49,9 +49,7 @@ def numbers(rolls: list[Session]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize(
     ("ranks", "timeout_s"), [((0, 1, 2), NEVER_S), ((0, 1), 2.0)], ids=["all are there", "the time is over"]
 )
-def test_start_waits_no_longer_than_it_must(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch, ranks: tuple[int, ...], timeout_s: float
-) -> None:
+def test_start_waits_no_longer_than_it_must(placement, monkeypatch, ranks, timeout_s):
     monkeypatch.setattr(gather, "LAST_CALL_S", NEVER_S)
     rolls = start_ranks(placement, *ranks, timeout_s=timeout_s)
     assert numbers(rolls) == [(rank, len(ranks)) for rank in ranks]
@@ -59,19 +57,19 @@ def test_start_waits_no_longer_than_it_must(
 
 
 @pytest.mark.parametrize("secret", [None, bytes(32)], ids=["open", "with a secret"])
-def test_missing_node_leaves_no_gap(placement: Placement, secret: bytes | None) -> None:
+def test_missing_node_leaves_no_gap(placement, secret):
     rolls = start_ranks(placement, 0, 2, secret=secret)
     assert numbers(rolls) == [(0, 2), (1, 2)]
     close(rolls)
 
 
-def test_head_starts_alone_where_one_is_enough(placement: Placement) -> None:
+def test_head_starts_alone_where_one_is_enough(placement):
     rolls = start_ranks(replace(placement, size=Size(training=1, spares=2)), 0)
     assert numbers(rolls) == [(0, 1)]
     end_run(rolls)
 
 
-def test_each_call_gives_the_next_node_time(placement: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_call_gives_the_next_node_time(placement, monkeypatch):
     monkeypatch.setattr(gather, "LAST_CALL_S", 60.0)
     placement = replace(placement, size=Size(training=1, spares=2))
     me, end = NodeInfo(host="as07r3b12"), time.monotonic() + NEVER_S
@@ -88,12 +86,12 @@ def test_each_call_gives_the_next_node_time(placement: Placement, monkeypatch: p
     assert "over" in member.refusal()
 
 
-def test_too_few_nodes_are_named(placement: Placement) -> None:
+def test_too_few_nodes_are_named(placement):
     text = CallThread(placement, 0, timeout_s=0.8).refusal()
     assert "nodes 2-3 of 3 (as07r3b[13-14]) did not join; 1/3 present after 0.8 s" in text
 
 
-def test_node_that_calls_and_goes_is_not_counted(placement: Placement) -> None:
+def test_node_that_calls_and_goes_is_not_counted(placement):
     head = CallThread(placement, 0)
     me = NodeInfo(host="as07r3b13")
     offer = ProbePort(address="127.0.0.1", interface="lo", port=9)
@@ -110,7 +108,7 @@ def test_node_that_calls_and_goes_is_not_counted(placement: Placement) -> None:
     close(rolls)
 
 
-def test_late_node_reads_that_it_cannot_join(placement: Placement) -> None:
+def test_late_node_reads_that_it_cannot_join(placement):
     rolls = start_ranks(placement, 0, 1)
     late = CallThread(placement, 2)
     hear(rolls, lambda _: not late.is_alive())
@@ -118,7 +116,7 @@ def test_late_node_reads_that_it_cannot_join(placement: Placement) -> None:
     close(rolls)
 
 
-def test_losses_bear_the_numbers_of_the_start(placement: Placement) -> None:
+def test_losses_bear_the_numbers_of_the_start(placement):
     rolls = start_ranks(placement, 0, 2)
     head = rolls[0]
     rolls[1]._connection.close()
@@ -135,7 +133,7 @@ def elastic(placement: Placement) -> Iterator[list[Session]]:
     close(rolls)
 
 
-def test_each_node_gets_its_own_rank_and_spares_none(elastic: list[Session]) -> None:
+def test_each_node_gets_its_own_rank_and_spares_none(elastic):
     elastic[0].start_attempt(1, {0: 0, 2: 1})
     events = hear(elastic, all)
     assert [[(type(order), order.node_rank, order.nnodes) for order in seen] for seen in events] == [
@@ -143,7 +141,7 @@ def test_each_node_gets_its_own_rank_and_spares_none(elastic: list[Session]) -> 
     ]
 
 
-def test_words_about_an_earlier_attempt_do_not_count(elastic: list[Session]) -> None:
+def test_words_about_an_earlier_attempt_do_not_count(elastic):
     head, node, _ = elastic
     for attempt in (1, 2):
         head.start_attempt(attempt, {0: 0, 1: 1})

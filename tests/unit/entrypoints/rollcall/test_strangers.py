@@ -111,9 +111,7 @@ def attacker(attack: Attack) -> Iterator[Callable[[], None]]:
         os.close(reader)
 
 
-def test_rubbish_changes_nothing_before_and_after_the_start(
-    placement: Placement, secret: bytes | None
-) -> None:
+def test_rubbish_changes_nothing_before_and_after_the_start(placement, secret):
     def attack(ready: Callable[[], None]) -> None:
         for _ in range(2):
             for payload in PAYLOADS:
@@ -139,7 +137,7 @@ def test_rubbish_changes_nothing_before_and_after_the_start(
     assert len(head.log_lines) <= server.MAX_REPORTS + 2
 
 
-def test_scan_changes_nothing(placement: Placement, secret: bytes | None) -> None:
+def test_scan_changes_nothing(placement, secret):
     def attack(ready: Callable[[], None]) -> None:
         for _ in range(1320):
             stranger(placement).close()
@@ -152,7 +150,7 @@ def test_scan_changes_nothing(placement: Placement, secret: bytes | None) -> Non
     assert len(head.log_lines) == 1
 
 
-def test_text_of_an_open_head_is_printed_without_control_characters(placement: Placement) -> None:
+def test_text_of_an_open_head_is_printed_without_control_characters(placement):
     with squatting(placement) as listener:
         node = CallThread(placement, 1)
         connection, _ = listener.accept()
@@ -163,7 +161,7 @@ def test_text_of_an_open_head_is_printed_without_control_characters(placement: P
     assert not set(node.refusal()) & {"\x1b", "\x07", "\u202e", "\x9b", "\x7f", "\ud800"}
 
 
-def test_slow_loris_does_not_fill_the_head(placement: Placement, secret: bytes | None) -> None:
+def test_slow_loris_does_not_fill_the_head(placement, secret):
     """A head that may open 1,024 files, among 1,100 connections that say a little now and then."""
 
     def attack(ready: Callable[[], None]) -> None:
@@ -191,9 +189,7 @@ def test_slow_loris_does_not_fill_the_head(placement: Placement, secret: bytes |
         report_end(roll, until_done)
 
 
-def test_refused_caller_that_goes_on_sending_costs_no_memory(
-    placement: Placement, secret: bytes | None
-) -> None:
+def test_refused_caller_that_goes_on_sending_costs_no_memory(placement, secret):
     call = JoinRequest(job="other", node_rank=1, nnodes=2, node=NodeInfo(host="other"))
 
     def head(ready: Callable[[], None]) -> None:
@@ -236,9 +232,7 @@ def memory(kind: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{kind}:"))
 
 
-def test_flood_during_the_run_wakes_the_head_seldom(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flood_during_the_run_wakes_the_head_seldom(placement, monkeypatch):
     """A head whose workers train has no processor to spare for strangers, and still refuses late callers."""
     reads: list[float] = []
     receive = Server.receive
@@ -275,7 +269,7 @@ def test_flood_during_the_run_wakes_the_head_seldom(
     end_run([head, node])
 
 
-def test_calls_of_another_job_do_not_delay_the_start(placement: Placement) -> None:
+def test_calls_of_another_job_do_not_delay_the_start(placement):
     head = CallThread(placement, 0)
     call = JoinRequest(job="other", node_rank=1, nnodes=2, node=NodeInfo(host="other"))
     connections = [stranger(placement) for _ in range(40)]
@@ -289,9 +283,7 @@ def test_calls_of_another_job_do_not_delay_the_start(placement: Placement) -> No
         connection.close()
 
 
-def test_oldest_stranger_leaves_first(
-    placement: Placement, lone_head: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_oldest_stranger_leaves_first(placement, lone_head, monkeypatch):
     monkeypatch.setattr(server, "MAX_STRANGERS", 2)
     first, second, third = (stranger(placement) for _ in range(3))
     lone_head.receive()
@@ -302,9 +294,7 @@ def test_oldest_stranger_leaves_first(
         connection.close()
 
 
-def test_stranger_that_says_nothing_leaves_after_its_time(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stranger_that_says_nothing_leaves_after_its_time(placement, monkeypatch):
     monkeypatch.setattr(server, "MAX_WAIT_S", 0.2)
     head = CallThread(placement, 0)
     for data in (b"", b"{"):
@@ -314,9 +304,7 @@ def test_stranger_that_says_nothing_leaves_after_its_time(
     end_run(start_others(head))
 
 
-def test_stranger_with_a_long_line_leaves_at_once(
-    placement: Placement, lone_head: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stranger_with_a_long_line_leaves_at_once(placement, lone_head, monkeypatch):
     monkeypatch.setattr(server, "MAX_WAIT_S", 60.0)
     with stranger(placement) as connection:
         connection.sendall(b"x" * (server.MAX_HANDSHAKE_BYTES + 1))
@@ -327,9 +315,7 @@ def test_stranger_with_a_long_line_leaves_at_once(
         assert not lone_head.has_strangers
 
 
-def test_missing_nodes_have_room_of_their_own(
-    placement: Placement, lone_head: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_nodes_have_room_of_their_own(placement, lone_head, monkeypatch):
     monkeypatch.setattr(server, "MAX_STRANGERS", 1)
     calling = [stranger(placement) for _ in range(5)]
     lone_head.receive(missing=4)
@@ -339,9 +325,7 @@ def test_missing_nodes_have_room_of_their_own(
         connection.close()
 
 
-def test_head_without_descriptors_goes_on_and_does_not_spin(
-    placement: Placement, lone_head: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_head_without_descriptors_goes_on_and_does_not_spin(placement, lone_head, monkeypatch):
     monkeypatch.setattr(server, "PAUSE_S", 0.3)
     with kept_file_limit():
         node = stranger(placement)
@@ -359,9 +343,7 @@ def test_head_without_descriptors_goes_on_and_does_not_spin(
 
 
 @pytest.mark.parametrize("failure", [errno.ECONNABORTED, errno.EPROTO, errno.ENFILE, errno.ENOBUFS])
-def test_failing_accept_costs_no_node_its_place(
-    placement: Placement, monkeypatch: pytest.MonkeyPatch, failure: int
-) -> None:
+def test_failing_accept_costs_no_node_its_place(placement, monkeypatch, failure):
     failures = [failure] * 3
     accept = socket.socket.accept
 
@@ -375,9 +357,7 @@ def test_failing_accept_costs_no_node_its_place(
     assert failures == []
 
 
-def test_node_calls_again_after_the_head_has_closed_its_connection(
-    placement: Placement, secret: bytes | None
-) -> None:
+def test_node_calls_again_after_the_head_has_closed_its_connection(placement, secret):
     """The head closes the oldest callers when it runs out of descriptors or of room."""
     with squatting(placement) as listener:
         listener.settimeout(10)
@@ -389,7 +369,7 @@ def test_node_calls_again_after_the_head_has_closed_its_connection(
     end_run([CallThread(placement, 0, secret=secret).roll(), node.roll()])
 
 
-def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
+def test_head_with_a_low_hard_limit_says_the_number_and_the_command():
     """The limit of a process that never was root; the text names the number and what to type."""
     placement = replace(head_placement(), nnodes=4096)
 
@@ -411,7 +391,7 @@ def test_head_with_a_low_hard_limit_says_the_number_and_the_command() -> None:
         wait()
 
 
-def test_limit_is_raised_to_what_the_nodes_need() -> None:
+def test_limit_is_raised_to_what_the_nodes_need():
     with kept_file_limit() as before:
         _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (1024, hard))
@@ -420,7 +400,7 @@ def test_limit_is_raised_to_what_the_nodes_need() -> None:
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == before
 
 
-def test_node_of_a_run_that_sends_rubbish_is_lost(placement: Placement, secret: bytes | None) -> None:
+def test_node_of_a_run_that_sends_rubbish_is_lost(placement, secret):
     rolls = meet(replace(placement, nnodes=3), secret=secret)
     head = rolls[0]
     rolls[1]._connection.send_line(b"[" * 2048)
@@ -429,7 +409,7 @@ def test_node_of_a_run_that_sends_rubbish_is_lost(placement: Placement, secret: 
     close(rolls)
 
 
-def test_node_that_repeats_itself_is_passed_on_once(placement: Placement) -> None:
+def test_node_that_repeats_itself_is_passed_on_once(placement):
     """A stranger may be a node of an open start; it fills neither the head's memory nor the others' links."""
     rolls = meet(replace(placement, nnodes=3))
     head = rolls[0]

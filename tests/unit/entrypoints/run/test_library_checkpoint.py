@@ -35,7 +35,7 @@ def restored(folder: Path, state: dict[str, Any]) -> LibraryCheckpoint:
     return library_checkpoint
 
 
-def test_newest_and_the_one_before_stay_while_another_is_written(tmp_path: Path) -> None:
+def test_newest_and_the_one_before_stay_while_another_is_written(tmp_path):
     library_checkpoint = checkpoint(tmp_path)
     paths = [library_checkpoint.next_path() for _ in range(7)]
     for number in range(2, 7):
@@ -43,7 +43,7 @@ def test_newest_and_the_one_before_stay_while_another_is_written(tmp_path: Path)
     assert len(set(paths)) == 3
 
 
-def test_next_start_finds_path_and_step_also_in_a_moved_folder(tmp_path: Path) -> None:
+def test_next_start_finds_path_and_step_also_in_a_moved_folder(tmp_path):
     before, after = tmp_path / "before", tmp_path / "after"
     saved = checkpoint(before, step=40)
     saved.next_path().mkdir(parents=True)
@@ -54,14 +54,14 @@ def test_next_start_finds_path_and_step_also_in_a_moved_folder(tmp_path: Path) -
     assert loaded.next_path() == after / "library-checkpoint-2"
 
 
-def test_library_may_name_its_checkpoints_itself(tmp_path: Path) -> None:
+def test_library_may_name_its_checkpoints_itself(tmp_path):
     saved = checkpoint(tmp_path)
     (tmp_path / "trainer/checkpoint-20").mkdir(parents=True)
     saved.next_path(f"{tmp_path}/trainer/checkpoint-20")
     assert restored(tmp_path, saved.state_dict()).path == tmp_path / "trainer/checkpoint-20"
 
 
-def test_run_without_a_checkpoint_restores_none(tmp_path: Path) -> None:
+def test_run_without_a_checkpoint_restores_none(tmp_path):
     assert restored(tmp_path, checkpoint(tmp_path).state_dict()).path is None
 
 
@@ -75,9 +75,7 @@ def test_run_without_a_checkpoint_restores_none(tmp_path: Path) -> None:
         ("link/inner", "is outside of"),
     ],
 )
-def test_checkpoint_that_is_gone_or_outside_of_the_folder_is_refused(
-    tmp_path: Path, path: str, problem: str
-) -> None:
+def test_checkpoint_that_is_gone_or_outside_of_the_folder_is_refused(tmp_path, path, problem):
     run = tmp_path / "run"
     run.mkdir()
     (tmp_path / "elsewhere/inner").mkdir(parents=True)

@@ -83,7 +83,7 @@ def killed_at(folder: Path, step: int, call: int, *, after: bool) -> bool:
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("again", [False, True], ids=["new", "replaced"])
-def test_killed_writer_leaves_old_or_new(tmp_path: Path, *, after: bool, again: bool) -> None:
+def test_killed_writer_leaves_old_or_new(tmp_path, *, after, again):
     outcomes = []
     for call in itertools.count(1):
         folder = tmp_path / str(call)
@@ -110,7 +110,7 @@ def full() -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_call_keeps_the_older_ones(tmp_path, monkeypatch):
     failures = []
     for call in itertools.count(1):
         folder = tmp_path / str(call)
@@ -136,7 +136,7 @@ def test_failed_call_keeps_the_older_ones(tmp_path: Path, monkeypatch: pytest.Mo
     [((5, 10, 15, 20), [20, 15, 10]), ((5, 10, 15, 7), [7, 5])],
     ids=["oldest go", "course that was given up goes"],
 )
-def test_newest_are_kept(tmp_path: Path, steps: tuple[int, ...], remaining: list[int]) -> None:
+def test_newest_are_kept(tmp_path, steps, remaining):
     for step in steps:
         write(tmp_path, step, keep=3)
     assert valid_steps(tmp_path) == remaining
@@ -158,9 +158,7 @@ def test_newest_are_kept(tmp_path: Path, steps: tuple[int, ...], remaining: list
         ("manifest.json", b'{"schema": 9}', "schema 9"),
     ],
 )
-def test_damaged_checkpoint_is_named_and_skipped(
-    tmp_path: Path, name: str, content: bytes | dict[str, int] | None, reason: str
-) -> None:
+def test_damaged_checkpoint_is_named_and_skipped(tmp_path, name, content, reason):
     write(tmp_path, 1)
     path = write(tmp_path, 2) / name
     if content is None:
@@ -175,14 +173,14 @@ def test_damaged_checkpoint_is_named_and_skipped(
     assert "step-0000000002" in problem
 
 
-def test_run_and_checkpoint_are_places_too(tmp_path: Path) -> None:
+def test_run_and_checkpoint_are_places_too(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     checkpoint = write(tmp_path / "checkpoints", 1)
     assert valid_steps(tmp_path) == valid_steps(checkpoint) == [1]
     assert valid_steps(tmp_path / "nowhere") == []
 
 
-def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) -> None:
+def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path):
     write(tmp_path, 1)
     renamed = write(tmp_path, 2).rename(tmp_path / "step-0000000020")
     problem = f"{renamed} contains the checkpoint of step 2"
@@ -191,7 +189,7 @@ def test_checkpoint_under_the_name_of_another_step_is_skipped(tmp_path: Path) ->
     assert valid_steps(renamed.rename(tmp_path / "best")) == [2]  # a name that promises no step
 
 
-def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_that_cannot_be_removed_fails_no_save(tmp_path, monkeypatch):
     write(tmp_path, 1)
     (tmp_path / "step-0000000001" / ".nfs0000001").touch()  # another process holds it open
     unlink = os.unlink
@@ -210,7 +208,7 @@ def test_file_that_cannot_be_removed_fails_no_save(tmp_path: Path, monkeypatch: 
     assert ".nfs0000001 cannot be removed: Device or resource busy" in messages[-1]
 
 
-def test_planted_links_cost_nobody_a_file(tmp_path: Path) -> None:
+def test_planted_links_cost_nobody_a_file(tmp_path):
     folder, victim = tmp_path / "checkpoints", tmp_path / ".ssh"
     folder.mkdir()
     victim.mkdir()
@@ -226,7 +224,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as
 
 
 @needs_root
-def test_checkpoint_that_a_stranger_planted_is_skipped(tmp_path: Path) -> None:
+def test_checkpoint_that_a_stranger_planted_is_skipped(tmp_path):
     write(tmp_path, 1)
     planted = write(tmp_path, 2)
     os.chown(planted, 12345, 12345)
@@ -238,7 +236,7 @@ def test_checkpoint_that_a_stranger_planted_is_skipped(tmp_path: Path) -> None:
 
 
 @needs_root
-def test_checkpoint_of_another_user_outlives_all_saves(tmp_path: Path) -> None:
+def test_checkpoint_of_another_user_outlives_all_saves(tmp_path):
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     for step in (2, 9):
@@ -250,7 +248,7 @@ def test_checkpoint_of_another_user_outlives_all_saves(tmp_path: Path) -> None:
     assert sorted(int(path.name[-2:]) for path in disk.newest_first(folder)) == [2, 4, 5, 9]
 
 
-def test_checkpoint_that_was_set_aside_stays(tmp_path: Path) -> None:
+def test_checkpoint_that_was_set_aside_stays(tmp_path):
     for turn in range(2):
         unreadable = write(tmp_path, 2)
         disk.set_aside([unreadable, tmp_path / "step-0000000001"])
@@ -284,7 +282,7 @@ def holder_env(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[dict[
         holder.communicate("")
 
 
-def test_second_lock_of_one_process_is_refused(tmp_path: Path) -> None:
+def test_second_lock_of_one_process_is_refused(tmp_path):
     folder, link = tmp_path / "run", tmp_path / "link"
     link.symlink_to(folder)
     with disk.lock_folder(folder, print, {}):
@@ -313,7 +311,7 @@ def _hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("holder_env", [FIRST, LOCAL], ids=["job", "start"], indirect=True)
-def test_later_attempt_goes_on_and_says_who_has_the_lock(holder_env: dict[str, str], tmp_path: Path) -> None:
+def test_later_attempt_goes_on_and_says_who_has_the_lock(holder_env, tmp_path):
     messages: list[str] = []
     disk.lock_folder(tmp_path, messages.append, {**holder_env, "IMGKIT_ATTEMPT": "2"}).close()
     assert len(messages) == 1
@@ -323,7 +321,7 @@ def test_later_attempt_goes_on_and_says_who_has_the_lock(holder_env: dict[str, s
 @pytest.mark.parametrize(
     "env", [{}, {**FIRST, "IMGKIT_JOB_ID": "711"}, {**LOCAL, "IMGKIT_FENCE": "other"}], ids=str
 )
-def test_other_run_is_refused(holder_env: dict[str, str], env: dict[str, str], tmp_path: Path) -> None:
+def test_other_run_is_refused(holder_env, env, tmp_path):
     with pytest.raises(UsageError, match="another run writes into this folder") as caught:
         disk.lock_folder(tmp_path, print, env)
     assert caught.value.where == str(tmp_path)

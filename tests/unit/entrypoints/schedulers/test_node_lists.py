@@ -30,7 +30,7 @@ gpu[1-2]-hsn0 -> gpu1-hsn0 gpu2-hsn0
 
 
 @pytest.mark.parametrize("line", LISTS.strip().splitlines())
-def test_known_lists_expand(line: str) -> None:
+def test_known_lists_expand(line):
     text, _, hosts = line.partition(" -> ")
     assert expand_nodelist(text) == tuple(hosts.split())
 
@@ -89,7 +89,7 @@ a,(null)
 
 
 @pytest.mark.parametrize(("text", "error"), [*zip(MALFORMED[::2], MALFORMED[1::2], strict=True)])
-def test_malformed_lists_are_pointed_at(text: str, error: str) -> None:
+def test_malformed_lists_are_pointed_at(text, error):
     expected_caret, _, reason = error.partition("^ ")
     with pytest.raises(NoPlan) as caught:
         expand_nodelist(text, where="SLURM_STEP_NODELIST")
@@ -100,12 +100,12 @@ def test_malformed_lists_are_pointed_at(text: str, error: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", "(null)"])
-def test_lists_without_hosts_are_refused(text: str) -> None:
+def test_lists_without_hosts_are_refused(text):
     with pytest.raises(NoPlan, match="names no host"):
         expand_nodelist(text)
 
 
-def test_caret_of_long_list_stays_in_view() -> None:
+def test_caret_of_long_list_stays_in_view():
     text = ",".join(f"host{number}" for number in range(500)) + ",bad[3-1]"
     with pytest.raises(NoPlan) as caught:
         expand_nodelist(text)
@@ -177,12 +177,12 @@ compact = st.lists(items.map("".join), min_size=1, max_size=4).map(",".join)
 
 
 @given(compact)
-def test_any_list_matches_the_reference(text: str) -> None:
+def test_any_list_matches_the_reference(text):
     assert list(expand_nodelist(text)) == reference(text)
 
 
 @given(st.text("n[]1-,0", max_size=12))
-def test_any_text_expands_or_is_refused(text: str) -> None:
+def test_any_text_expands_or_is_refused(text):
     try:
         hosts = expand_nodelist(text)
     except NoPlan:
@@ -192,7 +192,7 @@ def test_any_text_expands_or_is_refused(text: str) -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 20)), min_size=1, max_size=5))
-def test_counts_of_tasks_expand(runs: list[tuple[int, int]]) -> None:
+def test_counts_of_tasks_expand(runs):
     text = ",".join(f"{count}(x{repeats})" if repeats > 1 else str(count) for count, repeats in runs)
     assert expand_counts(text) == tuple(count for count, repeats in runs for _ in range(repeats))
 
@@ -200,7 +200,7 @@ def test_counts_of_tasks_expand(runs: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize(
     ("text", "column"), [("2(x", 0), ("1,x2", 2), ("", 0), ("2(x3),", 6), ("1(x99999)", 0)]
 )
-def test_malformed_counts_are_pointed_at(text: str, column: int) -> None:
+def test_malformed_counts_are_pointed_at(text, column):
     with pytest.raises(NoPlan) as caught:
         expand_counts(text)
     assert str(caught.value.hint).split("\n")[2] == " " * column + "^"
@@ -220,7 +220,7 @@ def test_malformed_counts_are_pointed_at(text: str, column: int) -> None:
         ("n4 n4", "n4"),
     ],
 )
-def test_hosts_fold_into_ranges(hosts: str, text: str) -> None:
+def test_hosts_fold_into_ranges(hosts, text):
     assert fold_hosts(hosts.split()) == text
 
 
@@ -228,9 +228,9 @@ NAMES = st.from_regex(r"[a-z]{1,2}[0-9]{1,3}(-ib|\.x)?|[a-z]{1,3}", fullmatch=Tr
 
 
 @given(hosts=st.lists(NAMES, min_size=1, max_size=30, unique=True))
-def test_folded_hosts_expand_to_the_same(hosts: list[str]) -> None:
+def test_folded_hosts_expand_to_the_same(hosts):
     assert sorted(expand_nodelist(fold_hosts(hosts))) == sorted(hosts)
 
 
-def test_ranges_of_numbers_ascend() -> None:
+def test_ranges_of_numbers_ascend():
     assert number_ranges(["10", "3", "4", "1", "5"]) == "1,3-5,10"

@@ -43,7 +43,7 @@ def placement_of(env: dict[str, str], host: str = "", **flags: Any) -> Placement
     return resolve.find_placement(request_of(**flags), env, {"/proc/sys/kernel/hostname": host or None}.get)
 
 
-def test_head_and_port_of_the_user_win() -> None:
+def test_head_and_port_of_the_user_win():
     placement = placement_of(STEP, head="10.1.0.1", port=1234)
     assert (placement.head, placement.base_port) == ("10.1.0.1", 1234)
     assert (placement.source["head"], placement.source["port"]) == ("--head", "--port")
@@ -55,7 +55,7 @@ def of_command(env: dict[str, str]) -> PlacementRequest:
     return read_options(parsed, COMMANDS[0], ("dist-run",)).placement
 
 
-def test_imgkit_variables_stand_for_flags() -> None:
+def test_imgkit_variables_stand_for_flags():
     env = {**STEP, "IMGKIT_HEAD": "n1i", "IMGKIT_PORT": "1234", "IMGKIT_NNODES": "2"}
     placement = resolve.find_placement(of_command(env), env, lambda _: None)
     assert (placement.head, placement.port, placement.nnodes) == ("n1i", 1234, 2)
@@ -63,7 +63,7 @@ def test_imgkit_variables_stand_for_flags() -> None:
     assert of_command({"IMGKIT_SCHEDULER": "openmpi"}).scheduler == "openmpi"
 
 
-def test_flag_beats_its_variable() -> None:
+def test_flag_beats_its_variable():
     assert placement_of({**STEP, "IMGKIT_HEAD": "wrong"}, head="n1i").head == "n1i"
 
 
@@ -89,9 +89,7 @@ POD = {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PO
         ({"IMGKIT_NODES": "n[1-3]", "IMGKIT_NODE_RANK": "2"}, {}, ("manual", 3, 2, "n1")),
     ],
 )
-def test_flags_complete_what_the_launcher_says(
-    env: dict[str, str], flags: dict[str, Any], expected: tuple[str, int, int, str]
-) -> None:
+def test_flags_complete_what_the_launcher_says(env, flags, expected):
     placement = placement_of(env, **flags)
     assert (placement.scheduler, placement.nnodes, placement.node_rank, placement.head) == expected
     if placement.scheduler == "manual" and flags:
@@ -103,35 +101,35 @@ def odd(env: dict[str, str], recipe: str = "slurm", **flags: Any) -> tuple[str, 
 
 
 @pytest.mark.parametrize("recipe", ["slurm", "pbs"])
-def test_hidden_job_is_a_warning(recipe: str) -> None:
+def test_hidden_job_is_a_warning(recipe):
     (text,) = odd({"HOME": "/root"}, recipe)
     assert text.startswith(f"the recipe says {recipe}, but no scheduler variable is set")
     assert "--cleanenv" in text
 
 
 @pytest.mark.parametrize("recipe", ["runai", "mpi", "standalone", ""])
-def test_alone_is_no_warning_for_other_recipes(recipe: str) -> None:
+def test_alone_is_no_warning_for_other_recipes(recipe):
     assert odd({}, recipe) == ()
 
 
 @pytest.mark.parametrize("flags", [{"nnodes": 1}, {"scheduler": "standalone"}, HAND])
-def test_alone_as_asked_for_is_no_warning(flags: dict[str, Any]) -> None:
+def test_alone_as_asked_for_is_no_warning(flags):
     assert odd({}, **flags) == ()
 
 
-def test_shown_job_is_no_warning() -> None:
+def test_shown_job_is_no_warning():
     assert odd(STEP) == ()
     assert odd({"PBS_JOBID": "7", "PBS_NODENUM": "0", "IMGKIT_NODES": "n1"}) == ()
 
 
-def test_direct_makes_a_node_a_rank() -> None:
+def test_direct_makes_a_node_a_rank():
     assert placement_of(STEP, direct=True).direct == Direct(
         rank=1, local_rank=0, world_size=2, local_world_size=1
     )
     assert placement_of(STEP).direct is None
 
 
-def test_direct_takes_over_a_foreign_rank() -> None:
+def test_direct_takes_over_a_foreign_rank():
     worker = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "n1"}
     placement = placement_of(worker, direct=True)
     assert (placement.nnodes, placement.node_rank, placement.head) == (2, 1, "n1")
@@ -139,11 +137,11 @@ def test_direct_takes_over_a_foreign_rank() -> None:
 
 
 @given(st.text(max_size=40))
-def test_port_stays_below_the_ephemeral_range(job_id: str) -> None:
+def test_port_stays_below_the_ephemeral_range(job_id):
     assert 20000 <= job_port(job_id) < 31000 < 32768
 
 
-def test_port_is_the_same_in_another_process() -> None:
+def test_port_is_the_same_in_another_process():
     code = "from imgkit_entrypoints.schedulers.placement import job_port; print(job_port('7.0'))"
     ports = {
         subprocess.run(
@@ -158,7 +156,7 @@ def test_port_is_the_same_in_another_process() -> None:
     assert ports == {f"{job_port('7.0')}\n"}
 
 
-def test_nodes_of_a_step_agree_on_the_port() -> None:
+def test_nodes_of_a_step_agree_on_the_port():
     first, second = (placement_of({**STEP, "SLURM_NODEID": node}) for node in "01")
     next_step = placement_of({**STEP, "SLURM_STEP_ID": "1"})
     assert first.base_port == second.base_port
@@ -173,10 +171,10 @@ def test_nodes_of_a_step_agree_on_the_port() -> None:
         ("3+0", Size(training=3)),
     ],
 )
-def test_size_of_a_run_is_read(text: str, size: Size) -> None:
+def test_size_of_a_run_is_read(text, size):
     assert Size.parse(text) == size
 
 
-def test_spares_are_nodes_of_the_launcher() -> None:
+def test_spares_are_nodes_of_the_launcher():
     placement = placement_of(STEP, nnodes="1+1")
     assert (placement.nnodes, placement.size) == (2, Size(training=1, spares=1))

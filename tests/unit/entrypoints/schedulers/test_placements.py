@@ -50,7 +50,7 @@ def test_suffix_is_for_the_head_of_slurms_list():
         ({}, 1, ""),
     ],
 )
-def test_suffix_changes_no_name_of_the_user(extra: Env, nodes: int, head: str):
+def test_suffix_changes_no_name_of_the_user(extra, nodes, head):
     env = slurm_step("n[1-2]" if nodes > 1 else "n1", 0, nodes) | extra
     assert placement_of(env, head_suffix="i").head == head
 
@@ -299,7 +299,7 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_environment_yields_placement(name: str) -> None:
+def test_environment_yields_placement(name):
     case = RIGHT[name]
     placement = placement_of(case.env, case.read)
     assert summary(placement) == case.expected
@@ -309,7 +309,7 @@ def test_environment_yields_placement(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, case in RIGHT.items() if "kubeflow" in case.expected])
-def test_local_rank_of_a_pod_changes_nothing(name: str) -> None:
+def test_local_rank_of_a_pod_changes_nothing(name):
     env = RIGHT[name].env
     assert placement_of({**env, "LOCAL_RANK": "0"}) == placement_of(env)
 
@@ -479,7 +479,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_start_is_refused_with_the_way_out(name: str) -> None:
+def test_wrong_start_is_refused_with_the_way_out(name):
     case = WRONG[name]
     with pytest.raises(NoPlan, match=case.expected) as caught:
         placement_of(case.env, case.read)
@@ -507,12 +507,12 @@ LIST = {"IMGKIT_NODES": "n1,n2"}
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_one_launcher_alone_decides(name: str) -> None:
+def test_one_launcher_alone_decides(name):
     assert placement_of(LIST | LAUNCHERS[name]).scheduler == name
 
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(LAUNCHERS, 2)), ids="+".join)
-def test_pairs_are_decided_or_refused(pair: tuple[str, str]) -> None:
+def test_pairs_are_decided_or_refused(pair):
     env = LIST | LAUNCHERS[pair[0]] | LAUNCHERS[pair[1]]
     if pair in INSIDE:
         assert placement_of(env).scheduler == next(name for name in pair if name != "pbs")
@@ -526,7 +526,7 @@ def test_pairs_are_decided_or_refused(pair: tuple[str, str]) -> None:
 
 
 @pytest.mark.parametrize("pair", list(itertools.permutations(LAUNCHERS, 2)), ids="+".join)
-def test_the_flag_decides_any_pair(pair: tuple[str, str]) -> None:
+def test_the_flag_decides_any_pair(pair):
     env = LIST | LAUNCHERS[pair[1]] | LAUNCHERS[pair[0]]
     assert placement_of(env, scheduler=pair[0]).scheduler == pair[0]
 
@@ -543,12 +543,12 @@ def test_the_flag_decides_any_pair(pair: tuple[str, str]) -> None:
     ],
     ids=["pmi", "pyxis"],
 )
-def test_variables_of_others_change_nothing_in_a_step(others: Env) -> None:
+def test_variables_of_others_change_nothing_in_a_step(others):
     assert placement_of(LAUNCHERS["slurm"] | others) == placement_of(LAUNCHERS["slurm"])
 
 
 @pytest.mark.parametrize("name", [name for name in LAUNCHERS if name != "kubeflow"])
-def test_exported_torch_variables_are_no_launcher(name: str) -> None:
+def test_exported_torch_variables_are_no_launcher(name):
     """Many job scripts export them, and Slurm itself may run in pods."""
     assert placement_of(LIST | LAUNCHERS[name] | pod(0, 8)).scheduler == name
 
@@ -560,15 +560,15 @@ def test_exported_torch_variables_are_no_launcher(name: str) -> None:
         *(("mpi", "openmpi"), ("mpi", "hydra"), ("mpi", "pals")),
     ],
 )
-def test_names_of_recipes_are_understood(name: str, launcher: str) -> None:
+def test_names_of_recipes_are_understood(name, launcher):
     assert placement_of(LIST | LAUNCHERS[launcher], scheduler=name).scheduler == launcher
 
 
-def test_standalone_starts_alone_in_a_step() -> None:
+def test_standalone_starts_alone_in_a_step():
     assert summary(placement_of(LAUNCHERS["slurm"], scheduler="standalone")) == "standalone 0/1"
 
 
 @pytest.mark.parametrize("scheduler", [None, "slurm", "standalone"])
-def test_nesting_is_refused_whatever_the_flag(scheduler: str | None) -> None:
+def test_nesting_is_refused_whatever_the_flag(scheduler):
     with pytest.raises(NoPlan, match="already a torchrun worker"):
         placement_of(LAUNCHERS["slurm"] | {"TORCHELASTIC_RUN_ID": "7"}, scheduler=scheduler)

@@ -11,7 +11,7 @@ import pytest
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import manual, resolve, slurm
 from imgkit_entrypoints.schedulers.environment import Environment
-from imgkit_entrypoints.schedulers.mpi import HYDRA, OPENMPI, PALS, MpiLauncher
+from imgkit_entrypoints.schedulers.mpi import HYDRA, OPENMPI, PALS
 from imgkit_entrypoints.schedulers.placement import PlacementRequest
 
 COMMAND = ("singularity", "exec", "my image.sif", "dist-train", "--name", "it's $5")
@@ -26,20 +26,20 @@ COMMAND = ("singularity", "exec", "my image.sif", "dist-train", "--name", "it's 
     ],
     ids=["pals", "openmpi", "hydra"],
 )
-def test_variable_is_handed_to_each_node(launcher: MpiLauncher, start: str, options: tuple[str, ...]) -> None:
+def test_variable_is_handed_to_each_node(launcher, start, options):
     """The argv of srun and pbsdsh is in golden job scripts."""
     argv = launcher.start_argv(("dist-pi",), nnodes=2, forward={"IMGKIT_HEAD": "x 9"})
     assert argv == (*start.split(), *options, "dist-pi")
 
 
-def test_options_of_a_node_come_before_the_script() -> None:
+def test_options_of_a_node_come_before_the_script():
     """Words after the script are the script's own."""
     argv = manual.start_argv(("sh", "dist-run", "a.py", "-x"), nnodes=2, node_rank=1, head="x9", port=7)
     placed = ("--nnodes", "2", "--node-rank", "1", "--head", "x9", "--port", "7")
     assert argv == ("sh", "dist-run", *placed, "a.py", "-x")
 
 
-def test_printed_srun_has_the_cpus_of_the_smallest_node() -> None:
+def test_printed_srun_has_the_cpus_of_the_smallest_node():
     env = {"SLURM_JOB_CPUS_PER_NODE": "80(x2),72", "SLURM_CPUS_PER_TASK": "20"}
     assert "--cpus-per-task=72 " in slurm.per_node_command(("dist-pi",), nnodes=3, env=Environment(env))
 
@@ -53,7 +53,7 @@ def refusal(env: dict[str, str], command: tuple[str, ...], content: dict[str, st
 BATCH = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NODEID": "0"}
 
 
-def test_printed_command_starts_this_container() -> None:
+def test_printed_command_starts_this_container():
     container = {"APPTAINER_CONTAINER": "/my images/a.sif", "APPTAINER_BIND": "/data:/in"}
     driver = {"/proc/driver/nvidia/version": "NVRM"}
     command = "apptainer exec --nv --bind /data:/in '/my images/a.sif' dist-train"
@@ -62,7 +62,7 @@ def test_printed_command_starts_this_container() -> None:
     assert "exit=1 singularity exec /a.sif dist-train\n" in refusal({**BATCH, **older}, ("dist-train",), {})
 
 
-def test_printed_command_names_the_sif_not_its_unpacked_copy() -> None:
+def test_printed_command_names_the_sif_not_its_unpacked_copy():
     unpacked = {"APPTAINER_CONTAINER": "/tmp/rootfs-1234/root", "APPTAINER_NAME": "mn5.sif"}
     hint = refusal({**BATCH, **unpacked}, ("dist-train",), {})
     assert "exit=1 apptainer exec mn5.sif dist-train\n" in hint
@@ -85,7 +85,7 @@ def tools(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_printed_pbs_lines_run_as_they_stand(tools: Path) -> None:
+def test_printed_pbs_lines_run_as_they_stand(tools):
     """The job of the early-access tutorial: two hosts with two lines each in the node file."""
     nodefile = tools / "nodes"
     nodefile.write_text("x9\nx9\nx10\nx10\n")

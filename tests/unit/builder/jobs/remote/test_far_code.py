@@ -62,7 +62,7 @@ def contents(folder: Path) -> dict[str, object]:
     }
 
 
-def test_folder_arrives_with_any_name_in_it(folder: Path, tmp_path: Path) -> None:
+def test_folder_arrives_with_any_name_in_it(folder, tmp_path):
     target, text = send(folder, tmp_path / "my store")
     assert contents(target / "workspace") == contents(folder)
     assert (target / "workspace/run").stat().st_mode & 0o777 == 0o555
@@ -73,7 +73,7 @@ def test_folder_arrives_with_any_name_in_it(folder: Path, tmp_path: Path) -> Non
     )
 
 
-def test_edit_sends_its_file_alone_into_another_folder(folder: Path, tmp_path: Path) -> None:
+def test_edit_sends_its_file_alone_into_another_folder(folder, tmp_path):
     first, _ = send(folder, tmp_path / "far")
     before = contents(first)
     (folder / "run").write_text("2\n")
@@ -85,7 +85,7 @@ def test_edit_sends_its_file_alone_into_another_folder(folder: Path, tmp_path: P
     assert inodes[0] == inodes[1]
 
 
-def test_edit_in_a_file_sends_it_once(folder: Path, tmp_path: Path) -> None:
+def test_edit_in_a_file_sends_it_once(folder, tmp_path):
     send(folder, tmp_path / "my store")
     with (folder / "table").open("ab") as stream:
         stream.write(b"one more line\n")
@@ -94,7 +94,7 @@ def test_edit_in_a_file_sends_it_once(folder: Path, tmp_path: Path) -> None:
     assert contents(target / "workspace") == contents(folder)
 
 
-def test_read_only_part_of_a_failed_try_is_used(folder: Path, tmp_path: Path) -> None:
+def test_read_only_part_of_a_failed_try_is_used(folder, tmp_path):
     digest = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent()).record.sha256
     leave_part(tmp_path / "far/code/.incoming" / digest / "workspace/.imgkit-part/table", folder / "table")
     target, text = send(folder, tmp_path / "far")
@@ -102,7 +102,7 @@ def test_read_only_part_of_a_failed_try_is_used(folder: Path, tmp_path: Path) ->
     assert contents(target / "workspace") == contents(folder)
 
 
-def test_file_that_somebody_edited_there_is_sent_again(folder: Path, tmp_path: Path) -> None:
+def test_file_that_somebody_edited_there_is_sent_again(folder, tmp_path):
     first, _ = send(folder, tmp_path / "far")
     table = first / "workspace/table"
     status = table.stat()
@@ -115,14 +115,14 @@ def test_file_that_somebody_edited_there_is_sent_again(folder: Path, tmp_path: P
     assert contents(second / "workspace") == contents(folder)
 
 
-def test_removed_file_is_gone(folder: Path, tmp_path: Path) -> None:
+def test_removed_file_is_gone(folder, tmp_path):
     send(folder, tmp_path / "far")
     (folder / "run").unlink()
     assert contents(send(folder, tmp_path / "far")[0] / "workspace") == contents(folder)
     assert list((tmp_path / "far/code/.incoming").iterdir()) == []
 
 
-def test_file_that_cannot_be_written_is_no_full_disk(folder: Path, tmp_path: Path) -> None:
+def test_file_that_cannot_be_written_is_no_full_disk(folder, tmp_path):
     digest = code.read_code_folder(JobRequest.of(code=folder), large=False, report=Silent()).record.sha256
     (tmp_path / "far/code/.incoming" / digest / "workspace/table/obstacle").mkdir(parents=True)
     with pytest.raises(ScriptFailed, match=r"a command on far failed with exit code 23\n") as caught:
@@ -130,7 +130,7 @@ def test_file_that_cannot_be_written_is_no_full_disk(folder: Path, tmp_path: Pat
     assert "could not make way for new regular file: workspace/table" in caught.value.output
 
 
-def test_exceeded_quota_is_a_full_disk(folder: Path, tmp_path: Path, ssh: Path) -> None:
+def test_exceeded_quota_is_a_full_disk(folder, tmp_path, ssh):
     """No quota is set on this machine: a program with rsync's message takes its place there."""
     rsync = write_program(tmp_path / "far-bin/rsync", "echo 'Disk quota exceeded (122)' >&2; exit 23")
     ssh.write_text(ssh.read_text().replace("exec ", f"PATH={rsync.parent}:$PATH exec ", 1))
@@ -138,9 +138,7 @@ def test_exceeded_quota_is_a_full_disk(folder: Path, tmp_path: Path, ssh: Path) 
         send(folder, tmp_path / "far")
 
 
-def test_missing_rsync_here_names_what_installs_it(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_rsync_here_names_what_installs_it(folder, tmp_path, monkeypatch):
     from imgkit_builder.jobs.remote import rsync
     from imgkit_entrypoints.errors import ToolMissing
 
@@ -154,7 +152,7 @@ def test_missing_rsync_here_names_what_installs_it(
 pytestmark = [pytest.mark.programs("rsync"), pytest.mark.usefixtures("ssh")]
 
 
-def test_unchanged_code_stays_on_the_remote(tmp_path: Path) -> None:
+def test_unchanged_code_stays_on_the_remote(tmp_path):
     folder = write_files(
         tmp_path / "here", {"train.py": "1", "a[b] *.py": "2", "lib/same.py": "3", "x.csv": "4"}
     )

@@ -50,7 +50,7 @@ def source(job: Job) -> Path:
     return Path(job.container.data[0].source)
 
 
-def test_data_is_sent_once_and_mounted_read_only(project: Path, tmp_path: Path) -> None:
+def test_data_is_sent_once_and_mounted_read_only(project, tmp_path):
     job, texts = send(tmp_path)
     assert texts == ["to send: data: data/x, 2 files, 100.0 kB", "sent: data: 2 files, 100.0 kB"]
     assert source(job).parent == tmp_path / "store/data"
@@ -61,7 +61,7 @@ def test_data_is_sent_once_and_mounted_read_only(project: Path, tmp_path: Path) 
     assert (source(again), texts) == (source(job), [])
 
 
-def test_changed_data_leaves_that_of_earlier_runs(project: Path, tmp_path: Path) -> None:
+def test_changed_data_leaves_that_of_earlier_runs(project, tmp_path):
     first = source(send(tmp_path)[0])
     (project / "data/x/sub/test").write_text("new\n")
     job, texts = send(tmp_path)
@@ -71,7 +71,7 @@ def test_changed_data_leaves_that_of_earlier_runs(project: Path, tmp_path: Path)
     assert (first / "train").stat().st_ino == (source(job) / "train").stat().st_ino
 
 
-def test_data_that_changes_on_its_way_is_refused(project: Path, tmp_path: Path, ssh: Path) -> None:
+def test_data_that_changes_on_its_way_is_refused(project, tmp_path, ssh):
     ssh.write_text(f"{ssh.read_text().partition('exec')[0]}touch 'data/x/train'\nexec sh -c \"$line\"\n")
     with pytest.raises(UsageError) as caught:
         send(tmp_path)
@@ -83,7 +83,7 @@ def test_data_that_changes_on_its_way_is_refused(project: Path, tmp_path: Path, 
 
 
 @pytest.mark.parametrize("error", ["No space left on device (28)", "Disk quota exceeded (122)"])
-def test_full_disk_names_what_to_remove(project: Path, tmp_path: Path, ssh: Path, error: str) -> None:
+def test_full_disk_names_what_to_remove(project, tmp_path, ssh, error):
     """The disk is not full: a program with rsync's message takes its place on the remote."""
     message = f'rsync: [receiver] mkstemp "/x/.train.a1" failed: {error}'
     rsync = write_program(tmp_path / "far-bin/rsync", f"echo '{message}' >&2; exit 23")
@@ -94,7 +94,7 @@ def test_full_disk_names_what_to_remove(project: Path, tmp_path: Path, ssh: Path
     assert "imgkit remote gc far --delete" in str(caught.value.hint)
 
 
-def test_full_disk_is_named_if_the_message_of_rsync_is_lost(project: Path, tmp_path: Path, ssh: Path) -> None:
+def test_full_disk_is_named_if_the_message_of_rsync_is_lost(project, tmp_path, ssh):
     """When the pipe to rsync's receiver breaks first, only its exit code arrives."""
     send(tmp_path)
     (project / "data/x/sub/test").write_text("new\n")
@@ -109,13 +109,13 @@ def test_full_disk_is_named_if_the_message_of_rsync_is_lost(project: Path, tmp_p
         send(tmp_path)
 
 
-def test_missing_path_of_the_cluster_is_named(project: Path, tmp_path: Path) -> None:
+def test_missing_path_of_the_cluster_is_named(project, tmp_path):
     with pytest.raises(UsageError) as caught:
         send(tmp_path, f"{tmp_path}/away:/data")
     assert str(caught.value) == f"data: far has no {tmp_path}/away\n  -> correct the path in imgkit.toml"
 
 
-def test_folder_of_a_group_that_is_closed_is_named(project: Path, tmp_path: Path) -> None:
+def test_folder_of_a_group_that_is_closed_is_named(project, tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o000)
     with pytest.raises(ImgkitError) as caught:
@@ -126,7 +126,7 @@ def test_folder_of_a_group_that_is_closed_is_named(project: Path, tmp_path: Path
     )
 
 
-def test_unused_version_is_removed_even_if_it_is_write_protected(project: Path, tmp_path: Path) -> None:
+def test_unused_version_is_removed_even_if_it_is_write_protected(project, tmp_path):
     (project / "data/x/sub").chmod(0o555)
     first = source(send(tmp_path)[0])
     (project / "data/x/train").write_text("new\n")

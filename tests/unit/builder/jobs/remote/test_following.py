@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from fake_schedulers import SLURM_FORGOT
-from file_tree import FakeProgram
 from hypothesis import given
 from hypothesis import strategies as st
 from job_records import submitted_job
@@ -32,9 +31,7 @@ esac
 
 
 @pytest.mark.usefixtures("ssh")
-def test_answers_come_between_unchanged_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake_program: FakeProgram
-) -> None:
+def test_answers_come_between_unchanged_output(tmp_path, monkeypatch, fake_program):
     monkeypatch.chdir(tmp_path)
     output = b"step 1\r\x1e\x1e0 no mark \xff\n" * 3000 + b"end\x1e"
     Path("output").write_bytes(output)
@@ -60,9 +57,7 @@ ROWS = st.lists(st.binary(min_size=1, max_size=5).filter(lambda row: b"\x1e" not
 
 
 @given(st.lists(st.tuples(st.binary(max_size=9), ROWS)), st.lists(st.integers(1, 9), min_size=1), st.binary())
-def test_output_and_answers_are_told_apart_in_any_chunks(
-    parts: list[tuple[bytes, list[bytes]]], sizes: list[int], end: bytes
-) -> None:
+def test_output_and_answers_are_told_apart_in_any_chunks(parts, sizes, end):
     stream = bytearray()
     answers = []
     output = b""
@@ -83,6 +78,6 @@ def test_output_and_answers_are_told_apart_in_any_chunks(
     assert [part for part in split if isinstance(part, str)] == answers
 
 
-def test_answer_that_is_cut_off_is_left_out() -> None:
+def test_answer_that_is_cut_off_is_left_out():
     split = list(jobs.split_stream([b"a" + MARK + b"row" + MARK, MARK[:3]], MARK))
     assert [part for part in split if part] == [b"a", MARK[:3]]

@@ -7,7 +7,6 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from file_tree import FakeProgram
@@ -59,7 +58,7 @@ def shell_argv(folder: Path, fake_program: FakeProgram, monkeypatch: pytest.Monk
     return transport.foreground_argv(job, get_system("slurm").script(job))
 
 
-def test_shell_gets_values_that_no_argument_shows(shell_argv: tuple[str, ...], folder: Path) -> None:
+def test_shell_gets_values_that_no_argument_shows(shell_argv, folder):
     assert "token" not in shlex.join(shell_argv)
     [script] = folder.glob(".interactive.*")
     assert script.stat().st_mode & 0o777 == 0o600
@@ -73,14 +72,14 @@ def test_shell_gets_values_that_no_argument_shows(shell_argv: tuple[str, ...], f
     assert [path.name for path in (folder / "images/x").iterdir()] == ["image.sif"]
 
 
-def test_shell_in_a_removed_image_is_refused(shell_argv: tuple[str, ...], folder: Path) -> None:
+def test_shell_in_a_removed_image_is_refused(shell_argv, folder):
     (folder / "images/x/image.sif").unlink()
     result = subprocess.run(shell_argv, capture_output=True, text=True, check=False)
     message = "images/x/image.sif has been removed meanwhile; run the command again to send it\n"
     assert (result.returncode, result.stdout, result.stderr) == (1, "", message)
 
 
-def test_pbs_says_what_to_type_in_its_shell(folder: Path, fake_program: FakeProgram, call: Any) -> None:
+def test_pbs_says_what_to_type_in_its_shell(folder, fake_program, call):
     fake_program("qsub", 'echo "shell of $*"; exit 5')
     Path("mine.yaml").write_text(PBS)
     assert call("remote", "add", "far", f"far:{folder}", "--recipe", "./mine.yaml")[0] == 0
@@ -95,7 +94,7 @@ def test_pbs_says_what_to_type_in_its_shell(folder: Path, fake_program: FakeProg
     assert "shell of -I -N mine " in shown
 
 
-def test_dry_run_shows_the_command_for_a_shell(folder: Path, call: Any) -> None:
+def test_dry_run_shows_the_command_for_a_shell(folder, call):
     assert call("remote", "add", "far", f"far:{folder}", "--recipe", "mn5")[0] == 0
     options = ("--on", "far", "-A", "a", "--qos", "acc_debug", "--time", "10m", "--interactive", "--dry-run")
     code, out, err = call("run", "mn5", *options)

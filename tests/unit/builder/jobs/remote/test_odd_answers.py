@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from file_tree import FakeProgram, write_program
+from file_tree import write_program
 from job_builder import make_job, make_script
 from job_records import submitted_job
 
@@ -81,7 +81,7 @@ READERS: dict[str, tuple[Callable[[Connection], object], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", sorted(READERS.keys() - {"scheduler"}))
-def test_answer_that_is_cut_short_or_strange_is_named(far: Connection, name: str) -> None:
+def test_answer_that_is_cut_short_or_strange_is_named(far, name):
     read, answers = READERS[name]
     for answer in (*answers, "\n", "\xff\xfe", "x" * 1_000_000):
         Path("answer").write_bytes(answer.encode("latin-1"))
@@ -94,13 +94,13 @@ def test_answer_that_is_cut_short_or_strange_is_named(far: Connection, name: str
 
 
 @pytest.mark.parametrize("home", ["relative", "/a'b", "/a\nhome ", "/x\xff"])
-def test_home_that_no_job_can_have_is_refused(far: Connection, home: str) -> None:
+def test_home_that_no_job_can_have_is_refused(far, home):
     Path("answer").write_bytes(f"home {home}\nend\n".encode("latin-1"))
     with pytest.raises((UsageError, ToolFailed)):
         READERS["look"][0](far)
 
 
-def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
+def test_odd_values_of_a_check_are_verdicts(far):
     rows = (f"disk x 1 2 {DIGITS} 4% /", "quota 1 2 3", "sbatch", "python", "modules", "owner")
     Path("answer").write_bytes("\n".join((*rows, "\xff", "end", "")).encode("latin-1"))
     verdicts = {row.name: row.verdict for row in check.check_remote(far, targets.load_target("mn5"))}
@@ -108,7 +108,7 @@ def test_odd_values_of_a_check_are_verdicts(far: Connection) -> None:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
+def test_answer_without_end_is_refused(far, name):
     write_program(SSH, ANSWERS.replace("cat answer", "yes"))
     with pytest.raises(TooLong, match=r"a command on far printed more than 8 MB.*first line: y$"):
         READERS[name][0](far)
@@ -116,7 +116,7 @@ def test_answer_without_end_is_refused(far: Connection, name: str) -> None:
 
 @pytest.mark.parametrize("floods", ["before", "behind"])
 @pytest.mark.parametrize("name", READERS)
-def test_errors_without_end_are_refused(far: Connection, name: str, floods: str) -> None:
+def test_errors_without_end_are_refused(far, name, floods):
     endless = "yes 'no space left' >&2"
     write_program(SSH, endless if floods == "before" else HANDSHAKE + endless)
     message = "a command on me@far printed more than 8 MB of error messages; their first line: no space left"
@@ -135,7 +135,7 @@ ENDLESS = {
 
 
 @pytest.mark.programs("rsync")
-def test_missing_rsync_there_names_what_installs_it(far: Connection, tmp_path: Path) -> None:
+def test_missing_rsync_there_names_what_installs_it(far, tmp_path):
     write_program(SSH, f"{HANDSHAKE}exit 127")
     Path("image").touch()
     with pytest.raises(ToolMissing, match="there is no rsync on me@far") as caught:
@@ -145,7 +145,7 @@ def test_missing_rsync_there_names_what_installs_it(far: Connection, tmp_path: P
 
 @pytest.mark.programs("rsync")
 @pytest.mark.parametrize("kind", ENDLESS)
-def test_rsync_ends_where_the_remote_prints_without_end(far: Connection, tmp_path: Path, kind: str) -> None:
+def test_rsync_ends_where_the_remote_prints_without_end(far, tmp_path, kind):
     write_program(SSH, f"echo $$ > pid\n{ENDLESS[kind]}")
     Path("image").write_bytes(b"x" * 1000)
     start_s = time.monotonic()
@@ -159,7 +159,7 @@ def test_rsync_ends_where_the_remote_prints_without_end(far: Connection, tmp_pat
         time.sleep(0.05)
 
 
-def test_many_warnings_do_not_end_a_transfer_that_gets_on(far: Connection) -> None:
+def test_many_warnings_do_not_end_a_transfer_that_gets_on(far):
     # tar prints a line for each file with a time in the future.
     warns = "head -c 5000000 /dev/zero >&2; echo got on"
     write_program(SSH, ANSWERS.replace("cat answer", f"{warns}; {warns}; {warns}"))
@@ -189,7 +189,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
     ],
     ids=["output", "errors"],
 )
-def test_memory_does_not_grow_with_what_programs_print(far: Connection, flood: str, message: str) -> None:
+def test_memory_does_not_grow_with_what_programs_print(far, flood, message):
     write_program(SSH, ANSWERS.replace("cat answer", flood))
     result = subprocess.run([sys.executable, "-c", FLOOD], capture_output=True, text=True, check=True)
     error, kept_bytes, most_kib = result.stdout.rsplit("\n", 3)[:3]
@@ -198,7 +198,7 @@ def test_memory_does_not_grow_with_what_programs_print(far: Connection, flood: s
     assert int(most_kib) < 120 * 1024
 
 
-def test_final_message_is_quoted_though_a_child_runs_on(far: Connection) -> None:
+def test_final_message_is_quoted_though_a_child_runs_on(far):
     # As a shared connection of ssh does, the child holds standard error open.
     write_program(SSH, "sleep 60 > /dev/null &\necho $! > child\nexec >&-\necho late words >&2\nexit 3")
     try:
@@ -221,14 +221,14 @@ def test_final_message_is_quoted_though_a_child_runs_on(far: Connection) -> None
     ],
 )
 def test_submission_there_notes_what_the_job_uses(
-    local: Connection,
-    fake_program: FakeProgram,
-    tmp_path: Path,
-    answer: str,
-    job_id: str,
-    cluster: str,
-    note: str | None,
-) -> None:
+    local,
+    fake_program,
+    tmp_path,
+    answer,
+    job_id,
+    cluster,
+    note,
+):
     Path("answer").write_text(f"{answer}\n")
     fake_program("sbatch", "cat > /dev/null\ncat answer")
     for folder in ("jobs", "images"):
@@ -249,9 +249,7 @@ def test_submission_there_notes_what_the_job_uses(
     assert (job_note.id, job_note.system, job_note.folders) == (job_id, note, ("images/x.sif",))
 
 
-def test_output_beyond_the_limit_is_cut_visibly(
-    local: Connection, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_output_beyond_the_limit_is_cut_visibly(local, tmp_path, monkeypatch):
     monkeypatch.setattr("imgkit_builder.jobs.job_status.connection_to", lambda *_, **__: local)
     handle = JobHandle(record=submitted_job(id="4711", directory=tmp_path, remote="far"))
     (tmp_path / "mn5-4711.out").write_text("step\n" * (MOST_BYTES // 5) + "last step\n")
@@ -262,12 +260,12 @@ def test_output_beyond_the_limit_is_cut_visibly(
     assert handle.logs() == "step\n"
 
 
-def test_note_of_a_file_that_is_no_id_is_left_out() -> None:
+def test_note_of_a_file_that_is_no_id_is_left_out():
     rows = "".join(f"job 1 {name}\n" for name in ("../x", "-x", "a b", "7"))
     assert [note.id for note in gc.parse_listing(f"clock 5\n{rows}end\n".encode(), "far").notes] == ["7"]
 
 
-def test_waiting_jobs_of_a_cluster_are_asked_for_there(local: Connection, fake_program: FakeProgram) -> None:
+def test_waiting_jobs_of_a_cluster_are_asked_for_there(local, fake_program):
     fake_program("squeue", 'echo "$*" > arguments; echo 4711')
     assert gc.unfinished_jobs(local, "slurm;two").ids == {"4711"}
     assert Path("arguments").read_text() == "--noheader --format=%A --clusters=two\n"

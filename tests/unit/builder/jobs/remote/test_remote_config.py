@@ -7,7 +7,6 @@ import stat
 from pathlib import Path
 
 import pytest
-from file_tree import FakeProgram
 
 from imgkit_builder.jobs.image_source import ImageSource, with_transfer_host
 from imgkit_builder.jobs.remote import config
@@ -32,11 +31,11 @@ def remotes_file(home: Path) -> Path:
         ("me@[2001:db8::1]:/x", "me@2001:db8::1", "/x"),
     ],
 )
-def test_address_has_a_host_and_a_folder(text: str, address: str, folder: str) -> None:
+def test_address_has_a_host_and_a_folder(text, address, folder):
     assert config.parse_address(text) == (address, folder)
 
 
-def test_remote_comes_back_as_it_was_added(remotes_file: Path) -> None:
+def test_remote_comes_back_as_it_was_added(remotes_file):
     remote = Remote(
         name="mn5",
         address="me@host",
@@ -53,14 +52,14 @@ def test_remote_comes_back_as_it_was_added(remotes_file: Path) -> None:
 
 
 @pytest.mark.parametrize("header", ["[b]", '["b"]', "['b']", "[ 'b' ]"])
-def test_table_is_removed_however_its_name_is_quoted(remotes_file: Path, header: str) -> None:
+def test_table_is_removed_however_its_name_is_quoted(remotes_file, header):
     remotes_file.parent.mkdir(parents=True)
     remotes_file.write_text(f"{header}\naddress = 'x'\n")
     config.remove_remote("b")
     assert remotes_file.read_text() == ""
 
 
-def test_other_lines_of_the_file_stay(remotes_file: Path) -> None:
+def test_other_lines_of_the_file_stay(remotes_file):
     remotes_file.parent.mkdir(parents=True)
     remotes_file.write_text(
         "# mine\n[a]\naddress = 'x' # why\n\n[ \"b\" ]\naddress = 'y'\n# of b\n[c]\naddress='z'\n"
@@ -84,9 +83,7 @@ def test_other_lines_of_the_file_stay(remotes_file: Path) -> None:
     ],
     ids=["of the system", "with a user", "of the user", "login host", "none", "an option"],
 )
-def test_files_go_through_the_host_of_the_system(
-    fake_program: FakeProgram, host: str, transfer: str, login: str, expected: str
-) -> None:
+def test_files_go_through_the_host_of_the_system(fake_program, host, transfer, login, expected):
     fake_program("ssh", f"echo user me; echo hostname {login}")  # as ssh -G prints it
     target = targets.load_target("mn5")
     system = dataclasses.replace(

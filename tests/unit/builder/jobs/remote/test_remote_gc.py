@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import pytest
 from remote_image import remote_image
@@ -51,9 +49,7 @@ UNKNOWN = UnfinishedJobs(unknown_reason="squeue failed")
     ],
     ids=["no job", "ended job", "waiting job", "run of late", "silent scheduler"],
 )
-def test_image_without_a_job_that_may_use_it_is_unused(
-    notes: list[JobNote], unfinished: UnfinishedJobs, unused: list[str], ended_jobs: tuple[str, ...]
-) -> None:
+def test_image_without_a_job_that_may_use_it_is_unused(notes, unfinished, unused, ended_jobs):
     store = listing(folder(IMAGE), folder(CODE), folder("data/new", NEW), notes=notes)
     selected = gc.select_unused(store, {"slurm": unfinished}, LIMIT)
     assert [folder.path for folder in selected.folders] == unused
@@ -62,7 +58,7 @@ def test_image_without_a_job_that_may_use_it_is_unused(
 
 
 @pytest.mark.usefixtures("ssh")
-def test_packages_go_and_stay_with_their_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_go_and_stay_with_their_image(tmp_path, monkeypatch):
     """An old image goes with its packages. Those that a waiting job mounts stay with their image."""
     store = tmp_path / "store"
     unused_image = store / IMAGE
@@ -102,13 +98,13 @@ def parse(*rows: str) -> StoreListing:
         f"images/deep/{IMAGE[7:]}",
     ],
 )
-def test_name_that_imgkit_did_not_give_is_left_out(path: str) -> None:
+def test_name_that_imgkit_did_not_give_is_left_out(path):
     assert parse(f"folder 1 2 1 {path}").folders == ()
 
 
 @pytest.mark.parametrize("form", ["{}", ".{}.gone", ".incoming/{}", ".incoming/.{}.gone"])
 @pytest.mark.parametrize("path", [IMAGE, CODE])
-def test_names_of_imgkit_are_read(path: str, form: str) -> None:
+def test_names_of_imgkit_are_read(path, form):
     kind, _, name = path.partition("/")
     path = f"{kind}/{form.format(name)}"
     store = parse(f"folder 17 2 1 {path}")
@@ -116,7 +112,7 @@ def test_names_of_imgkit_are_read(path: str, form: str) -> None:
     assert store.clock_s == 1000
 
 
-def test_run_folder_tells_when_a_job_used_its_image() -> None:
+def test_run_folder_tells_when_a_job_used_its_image():
     rows = (
         "run 300.1 x-7",
         "job 100.0 7",
@@ -128,7 +124,7 @@ def test_run_folder_tells_when_a_job_used_its_image() -> None:
     assert (job.folders, job.used_s) == ((IMAGE,), 300)
 
 
-def test_resumed_job_uses_the_folder_of_the_first() -> None:
+def test_resumed_job_uses_the_folder_of_the_first():
     rows = ("run 300.1 x-7", "job 100.0 8", "note jobs/8:slurm", "note jobs/8:x")
     (job,) = parse(*rows, f"note jobs/8:{IMAGE}/image.sif", "note jobs/8:runs/x-7", SAVED).notes
     assert (job.folders, job.used_s, job.is_resumable) == ((IMAGE,), 300, True)
@@ -149,17 +145,17 @@ SAVED = "checkpoint runs/x-7/checkpoints/step-0000000005"
         (["run 300.1 x-7", "checkpoint runs/x-8/checkpoints/step-0000000005"], False),
     ],
 )
-def test_saved_run_that_did_not_end_well_can_be_resumed(rows: list[str], is_resumable: bool) -> None:
+def test_saved_run_that_did_not_end_well_can_be_resumed(rows, is_resumable):
     (job,) = parse("job 100 7", "note jobs/7:slurm", "note jobs/7:x", *rows).notes
     assert job.is_resumable == is_resumable
 
 
-def test_empty_note_names_no_folder() -> None:
+def test_empty_note_names_no_folder():
     assert parse("job 100 7").notes == (JobNote(id="7", system="", folders=(), used_s=100),)
 
 
 @pytest.mark.parametrize("text", ["", "clock 1\n", "clock x\nend\n", "end\n"])
-def test_answer_that_is_cut_short_is_refused(text: str) -> None:
+def test_answer_that_is_cut_short_is_refused(text):
     with pytest.raises(ToolFailed, match="cut short"):
         gc.parse_listing(text.encode(), "far")
 
@@ -183,11 +179,11 @@ def folders(letters: str) -> list[StoredFolder]:
     return [folder(f"images/{remote_image(letter).name}") for letter in letters]
 
 
-def test_older_images_of_the_project_go_but_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_images_of_the_project_go_but_for_one(monkeypatch):
     assert superseded(monkeypatch, listing(*folders("fedcb"))) == ["d", "c", "b"]
 
 
-def test_images_of_other_projects_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_of_other_projects_stay(monkeypatch):
     foreign_images = [remote_image(letter, "here:/other") for letter in "dcb"]
     assert superseded(monkeypatch, listing(*folders("edcb")), [remote_image("e"), *foreign_images]) == []
 
@@ -195,11 +191,11 @@ def test_images_of_other_projects_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "values", [{}, {"id": "1", "is_resumable": True}], ids=["has not ended", "can be resumed"]
 )
-def test_image_that_a_job_needs_stays(monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]) -> None:
+def test_image_that_a_job_needs_stays(monkeypatch, values):
     job = dataclasses.replace(note(NEEDED), **values)
     assert superseded(monkeypatch, listing(*folders("fedcb"), notes=[job])) == ["d", "b"]
 
 
-def test_image_with_another_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_with_another_name_stays(monkeypatch):
     linked = dataclasses.replace(folder(NEEDED), is_linked=True)
     assert superseded(monkeypatch, listing(linked, *folders("db"))) == ["d", "b"]

@@ -55,7 +55,7 @@ def far_image(call: Any, tmp_path: Path, sbatch: Path) -> str:
 
 
 @pytest.mark.usefixtures("far_image")
-def test_api_refuses_code_that_the_image_would_not_run(sbatch: Path) -> None:
+def test_api_refuses_code_that_the_image_would_not_run(sbatch):
     request = imgkit.JobRequest.of(command=("true",), code=Path())
     with pytest.raises(imgkit.ImgkitError, match=REFUSAL):
         imgkit.run("mine.yaml", request, on="far")
@@ -63,28 +63,26 @@ def test_api_refuses_code_that_the_image_would_not_run(sbatch: Path) -> None:
 
 
 @pytest.mark.usefixtures("far_image")
-def test_scaling_refuses_code_that_the_image_would_not_run(call: Any, sbatch: Path) -> None:
+def test_scaling_refuses_code_that_the_image_would_not_run(call, sbatch):
     code, _, err = call("scaling", "--on", "far", "--nodes", "1,2", "--code", ".", "--", "true")
     assert (code, REFUSAL in err) == (2, True), err
     assert list(sbatch.iterdir()) == []
 
 
-def test_api_reports_the_warnings_of_a_remote_job(far_image: str) -> None:
+def test_api_reports_the_warnings_of_a_remote_job(far_image):
     notes = Notes()
     request = imgkit.JobRequest.of(command=("true",), image=far_image)
     imgkit.run("mine.yaml", request, on="far", report=notes)
     assert notes.texts == ["true starts once per node; `dist-run true ...` starts one process per GPU"]
 
 
-def test_scaling_reports_the_warnings_of_its_jobs_once(call: Any, far_image: str) -> None:
+def test_scaling_reports_the_warnings_of_its_jobs_once(call, far_image):
     options = ("--on", "far", "--image", far_image, "--nodes", "1,2", "--detach")
     code, _, err = call("scaling", "./mine.yaml", *options, "--", "true")
     assert (code, err.count("true starts once per node")) == (0, 1), err
 
 
-def test_further_size_costs_one_call_of_ssh(
-    call: Any, far_image: str, ssh: Path, sbatch: Path, tmp_path: Path
-) -> None:
+def test_further_size_costs_one_call_of_ssh(call, far_image, ssh, sbatch, tmp_path):
     ssh.write_text(ssh.read_text().replace("\n", f"\necho >> {tmp_path}/calls\n", 1))
     counts = []
     for sizes in ("1,2", "1,2,3"):
@@ -101,9 +99,7 @@ def test_further_size_costs_one_call_of_ssh(
     assert not any(image_source.UNKNOWN_HOME + "/" in text for text in scripts)
 
 
-def test_status_costs_one_call_of_ssh(
-    call: Any, far_image: str, ssh: Path, tmp_path: Path, fake_program: FakeProgram
-) -> None:
+def test_status_costs_one_call_of_ssh(call, far_image, ssh, tmp_path, fake_program):
     argv = ("run", "mine.yaml", "--on", "far", "--image", far_image, "--detach", "--", "true")
     assert call(*argv)[0] == 0
     use = {"readings": 480, "gpu_percent": 87.4, "memory_MiB": 61240.0}
@@ -118,7 +114,7 @@ def test_status_costs_one_call_of_ssh(
 
 
 @pytest.mark.programs("rsync")
-def test_api_sends_the_code_of_the_project_file(far_image: str, sbatch: Path, tmp_path: Path) -> None:
+def test_api_sends_the_code_of_the_project_file(far_image, sbatch, tmp_path):
     Path("imgkit.toml").write_text('code = "."\n')
     Path("mine.yaml").write_text(RECIPE.replace("project: .", "project: ., editable: /workspace"))
     project = toml_file.read_file(Path("imgkit.toml").absolute())
@@ -131,7 +127,7 @@ def test_api_sends_the_code_of_the_project_file(far_image: str, sbatch: Path, tm
 
 @pytest.mark.usefixtures("far_image")
 @pytest.mark.programs("mksquashfs", "unsquashfs")
-def test_ignored_files_that_the_sent_image_has_are_named(call: Any, tmp_path: Path) -> None:
+def test_ignored_files_that_the_sent_image_has_are_named(call, tmp_path):
     root, squashfs = tmp_path / "root", tmp_path / "squashfs"
     code = tmp_path / "code"
     for folder in (root / "workspace", code):

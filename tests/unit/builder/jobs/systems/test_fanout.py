@@ -62,9 +62,7 @@ def run(*remote: tuple[str, str], **options: Any) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize("code", [0, 3])
-def test_run_with_a_spare_outlives_a_host_and_ends_with_its_head(
-    hosts: None, monkeypatch: pytest.MonkeyPatch, code: int
-) -> None:
+def test_run_with_a_spare_outlives_a_host_and_ends_with_its_head(hosts, monkeypatch, code):
     monkeypatch.setattr(fanout, "PEERS_S", 0.2)
     head = ("a", line("sh", "-c", f"sleep 1; exit {code}"))
     result, output = run(head, ("gone", ""), ("c", line("sleep", "60")), head_decides=True)
@@ -73,7 +71,7 @@ def test_run_with_a_spare_outlives_a_host_and_ends_with_its_head(
     assert output[-1] == "said c: its command ended with exit code 143"
 
 
-def test_lost_head_ends_all_hosts(hosts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lost_head_ends_all_hosts(hosts, monkeypatch):
     monkeypatch.setattr(fanout, "PEERS_S", 0.2)
     code, output = run(("gone", ""), ("b", line("sleep", "60")), head_decides=True)
     assert code == 255
@@ -127,7 +125,7 @@ WILLING = "trap 'echo asked; exit 7' TERM; echo works; while :; do sleep 0.1; do
 DEAF = "trap '' TERM INT HUP; sleep 1000 & echo works; while :; do sleep 0.1; done"
 
 
-def test_output_bears_its_host(hosts: None) -> None:
+def test_output_bears_its_host(hosts):
     code, output = run(
         ("a", line("sh", "-c", "echo one; echo two >&2; printf last")), ("b", line("echo", "x"))
     )
@@ -135,25 +133,25 @@ def test_output_bears_its_host(hosts: None) -> None:
     assert sorted(output) == ["a error two", "a output last", "a output one", "b output x"]
 
 
-def test_arguments_arrive_unchanged(hosts: None) -> None:
+def test_arguments_arrive_unchanged(hosts):
     argv = ("", "a b", "it's", '"$HOME"', "`reboot`; rm -rf /", "*", "-n")
     _, output = run(("a", line("printf", "<%s>", *argv)))
     assert output == ["a output " + "".join(f"<{argument}>" for argument in argv)]
 
 
-def test_first_failure_is_the_exit_code(hosts: None) -> None:
+def test_first_failure_is_the_exit_code(hosts):
     code, output = run(("a", line("sh", "-c", "sleep 1; exit 4")), ("b", line("sh", "-c", "exit 3")))
     assert code == 3
     assert "said b: its command ended with exit code 3" in output
 
 
-def test_missing_program_fails(hosts: None) -> None:
+def test_missing_program_fails(hosts):
     code, output = run(("a", line("/absent/program")))
     assert code == 127
     assert any("/absent/program" in text for text in output)
 
 
-def test_all_hosts_end_after_a_failure(hosts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_hosts_end_after_a_failure(hosts, monkeypatch):
     monkeypatch.setattr(fanout, "PEERS_S", 0.3)
     start_s = time.monotonic()
     code, output = run(("a", line("sleep", "60")), ("gone", line("true")))
@@ -163,28 +161,26 @@ def test_all_hosts_end_after_a_failure(hosts: None, monkeypatch: pytest.MonkeyPa
     assert "said asking a to end as well" in output
 
 
-def test_endless_line_is_shown_in_parts(hosts: None) -> None:
+def test_endless_line_is_shown_in_parts(hosts):
     code, output = run(("a", line("sh", "-c", "head -c 300000 /dev/zero | tr '\\0' x")))
     assert code == 0
     assert len(output) > 1
     assert "".join(text.removeprefix("a output ") for text in output) == "x" * 300000
 
 
-def test_command_reads_no_input(hosts: None) -> None:
+def test_command_reads_no_input(hosts):
     code, output = run(("a", line("sh", "-c", "cat; echo read")))
     assert (code, output) == (0, ["a output read"])
 
 
-def test_remains_of_a_command_are_ended(hosts: None, tmp_path: Path) -> None:
+def test_remains_of_a_command_are_ended(hosts, tmp_path):
     (tmp_path / "program").write_text("exec sleep 1000")
     code, output = run(("a", line("sh", "-c", f"sh {tmp_path}/program & echo done")))
     assert (code, output) == (0, ["a output done"])
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_asks_all_to_end(
-    started: Callable[[str], subprocess.Popen[str]], number: signal.Signals, tmp_path: Path
-) -> None:
+def test_signal_asks_all_to_end(started, number, tmp_path):
     sender = started(WILLING)
     sender.send_signal(number)
     output = sender.communicate(timeout=30)[0]
@@ -194,7 +190,7 @@ def test_signal_asks_all_to_end(
     assert gone(tmp_path, 5)
 
 
-def test_second_signal_kills_all(started: Callable[[str], subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_second_signal_kills_all(started, tmp_path):
     sender = started(DEAF)
     sender.send_signal(signal.SIGINT)
     time.sleep(0.5)
@@ -205,7 +201,7 @@ def test_second_signal_kills_all(started: Callable[[str], subprocess.Popen[str]]
     assert gone(tmp_path, 5)
 
 
-def test_silent_host_is_given_up(started: Callable[..., subprocess.Popen[str]], tmp_path: Path) -> None:
+def test_silent_host_is_given_up(started, tmp_path):
     # Out of the guard's reach, and it holds the connection open.
     survivor = "setsid sh -c 'echo $$ > $1; exec sleep 1000' sh $0.$1 &"
     sender = started(f"{survivor} until [ -s $0.$1 ]; do sleep 0.1; done; echo works; wait", end_s=1.5)
@@ -220,18 +216,14 @@ def test_silent_host_is_given_up(started: Callable[..., subprocess.Popen[str]], 
 
 
 @pytest.mark.parametrize("program", [WILLING, DEAF])
-def test_killed_fanout_leaves_nothing(
-    started: Callable[[str], subprocess.Popen[str]], program: str, tmp_path: Path
-) -> None:
+def test_killed_fanout_leaves_nothing(started, program, tmp_path):
     sender = started(program)
     sender.kill()
     sender.wait()
     assert gone(tmp_path, 10)
 
 
-def test_secret_and_variables_come_by_standard_input_alone(
-    hosts: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_secret_and_variables_come_by_standard_input_alone(hosts, tmp_path, monkeypatch):
     """Each host's program prints both, its variables, and the arguments of all processes."""
     monkeypatch.setenv("TOKEN", " a 'b' $(touch x)\\n")
     monkeypatch.setenv("imgkit_secret", "exported by somebody")
@@ -254,15 +246,15 @@ def test_secret_and_variables_come_by_standard_input_alone(
     ]
 
 
-def test_flag_keeps_its_order() -> None:
+def test_flag_keeps_its_order():
     assert fanout.parse_hosts("node10, node2,me@10.0.0.1") == ("node10", "node2", "me@10.0.0.1")
 
 
-def test_no_text_is_no_host() -> None:
+def test_no_text_is_no_host():
     assert fanout.parse_hosts("") == ()
 
 
-def test_file_of_open_mpi_is_read(tmp_path: Path) -> None:
+def test_file_of_open_mpi_is_read(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# head\nnode2 slots=2\n\nnode1 slots=2 max_slots=4 # second\nfd00::7\n")
     assert fanout.parse_hosts(str(file)) == ("node2", "node1", "fd00::7")
@@ -283,12 +275,12 @@ def test_file_of_open_mpi_is_read(tmp_path: Path) -> None:
         "é",
     ],
 )
-def test_what_is_no_host_is_refused(text: str) -> None:
+def test_what_is_no_host_is_refused(text):
     with pytest.raises(UsageError, match="is not a host"):
         fanout.parse_hosts(text)
 
 
-def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_file_that_is_no_text_is_refused(tmp_path):
     file = tmp_path / "hosts"
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="cannot be read") as caught:
@@ -296,7 +288,7 @@ def test_file_that_is_no_text_is_refused(tmp_path: Path) -> None:
     assert caught.value.where == str(file)
 
 
-def test_this_machine_is_known() -> None:
+def test_this_machine_is_known():
     assert fanout.is_this_machine("127.0.0.1")
     assert fanout.is_this_machine("me@localhost")
     assert not fanout.is_this_machine("192.0.2.1")  # of a network that is nobody's: RFC 5737

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import yaml
-from file_tree import FakeProgram
 from job_builder import make_job, make_script
 from job_records import queued_job
 
@@ -90,14 +89,14 @@ def pod_specs(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     ],
     ids=lambda options: " ".join(options) or "plain",
 )
-def test_document_has_only_keys_of_the_models(kind: KubernetesFormat, options: dict[str, Any]) -> None:
+def test_document_has_only_keys_of_the_models(kind, options):
     manifest = document(kind, **options)
     assert read_by_kubeflow(manifest) == manifest
 
 
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("level", ["job", "pod", "container"])
-def test_unknown_key_is_noticed(kind: KubernetesFormat, level: str) -> None:
+def test_unknown_key_is_noticed(kind, level):
     """Else the comparison above would compare nothing."""
     manifest = document(kind, pvcs=HOME)
     pod = pod_specs(manifest)[0]["spec"]
@@ -109,12 +108,12 @@ def test_unknown_key_is_noticed(kind: KubernetesFormat, level: str) -> None:
 @pytest.mark.parametrize(
     "argument", ["1e-4", "y", "N", "0o17", "0x1f", "1_000", "+1", ".5", "-3e2", "~", "12:30", ""]
 )
-def test_text_like_a_number_is_quoted(argument: str) -> None:
+def test_text_like_a_number_is_quoted(argument):
     """Readers of YAML differ in what is a number; kubectl's refuses one where a text belongs."""
     assert f"- '{argument}'\n" in script("pytorchjob", command=("dist-run", argument)).text
 
 
-def test_project_is_a_namespace_and_its_scheduler() -> None:
+def test_project_is_a_namespace_and_its_scheduler():
     manifest = document("pytorchjob", queue="mlo-me")
     assert manifest["metadata"]["namespace"] == "runai-mlo-me"
     assert all(pod["spec"]["schedulerName"] == "runai-scheduler" for pod in pod_specs(manifest))
@@ -122,7 +121,7 @@ def test_project_is_a_namespace_and_its_scheduler() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_interactive_pods_sleep_below_their_comments(kind: KubernetesFormat) -> None:
+def test_interactive_pods_sleep_below_their_comments(kind):
     job_script = script(kind, interactive=True, queue="mlo-me")
     container = containers(yaml.safe_load(job_script.text))[0]
     assert container["args" if kind == "pytorchjob" else "command"] == ["sleep", "infinity"]
@@ -131,7 +130,7 @@ def test_interactive_pods_sleep_below_their_comments(kind: KubernetesFormat) -> 
     assert "#   dist-train --steps 1000" in comments
 
 
-def test_name_that_exists_starts_nothing(fake_program: FakeProgram) -> None:
+def test_name_that_exists_starts_nothing(fake_program):
     """The client's message, from a fake kubectl."""
     message = 'Error from server (AlreadyExists): pytorchjobs.kubeflow.org "rcp" already exists'
     fake_program("kubectl", f"echo '{message}' >&2; exit 1")
@@ -142,7 +141,7 @@ def test_name_that_exists_starts_nothing(fake_program: FakeProgram) -> None:
     assert str(caught.value.hint).startswith("nothing was started: a job named rcp exists")
 
 
-def test_submitted_job_is_found_again() -> None:
+def test_submitted_job_is_found_again():
     record = queued_job(id="trainjob.rcp", system="kubeflow", name="rcp", queue="me")
     assert kubeflow.status_commands(record) == (
         ("kubectl", "describe", "trainjob", "rcp", "--namespace=runai-me"),
@@ -154,7 +153,7 @@ def test_submitted_job_is_found_again() -> None:
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_secret_of_the_user_is_mounted_where_launchers_look(kind: KubernetesFormat) -> None:
+def test_secret_of_the_user_is_mounted_where_launchers_look(kind):
     for required in (False, True):
         manifest = document(kind, env=("WANDB_API_KEY",), require_secret=required)
         assert read_by_kubeflow(manifest)

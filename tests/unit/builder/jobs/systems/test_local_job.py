@@ -17,29 +17,29 @@ def argv(recipe: str | Path = "cpu", **options: Any) -> tuple[str, ...]:
     return make_script(recipe, **options).submit
 
 
-def test_interactive_program_has_a_terminal() -> None:
+def test_interactive_program_has_a_terminal():
     assert argv(interactive=True)[2:4] == ("--interactive", "--tty")
 
 
-def test_options_go_to_the_runtime() -> None:
+def test_options_go_to_the_runtime():
     inside = argv(options=("--cleanenv",), runtime="singularity")
     assert inside[:4] == ("singularity", "--quiet", "exec", "--cleanenv")
 
 
-def test_limit_of_open_files_can_be_chosen(tmp_path: Path) -> None:
+def test_limit_of_open_files_can_be_chosen(tmp_path):
     assert "--ulimit=nofile=16384" in argv()
     recipe = write_recipe(tmp_path, OPTIONS.format("--ulimit, nofile=4096"))
     for chosen in (argv(options=("--ulimit=nofile=1048576",)), argv(recipe), argv(runtime="singularity")):
         assert "--ulimit=nofile=16384" not in chosen
 
 
-def test_recipe_with_gpus_gets_them(tmp_path: Path) -> None:
+def test_recipe_with_gpus_gets_them(tmp_path):
     recipe = write_recipe(tmp_path, OPTIONS.format("--gpus=all"))
     assert {"--gpus=all", "IMGKIT_NPROC=1"} <= {*argv(recipe, gpus=1)}
 
 
 @pytest.mark.parametrize(("program", "code"), [("exit 3", 3), ("kill -TERM $$", -15)])
-def test_exit_code_is_the_program_s(program: str, code: int, tmp_path: Path) -> None:
+def test_exit_code_is_the_program_s(program, code, tmp_path):
     shell = ("sh", "-c", f'pwd; echo "$1"; {program}', "sh", "a  'b' $c")
     result = subprocess.run(
         [*IMGKIT, "--runtime", "host", "--directory", str(tmp_path), "--", *shell],
@@ -52,7 +52,7 @@ def test_exit_code_is_the_program_s(program: str, code: int, tmp_path: Path) -> 
     assert result.stdout == f"{tmp_path}\na  'b' $c\n"
 
 
-def test_missing_runtime_is_named(tmp_path: Path) -> None:
+def test_missing_runtime_is_named(tmp_path):
     argv = [*IMGKIT, "--directory", str(tmp_path), "--", "dist-hello"]
     result = subprocess.run(argv, capture_output=True, text=True, env={"PATH": str(tmp_path)}, timeout=60)
     assert result.returncode == 3

@@ -75,7 +75,7 @@ NASTY = ("it's", '"; rm -rf /', "$(x)", "`y`", "*", "", "a\\", "\f", "é\u2028",
 
 
 @pytest.mark.parametrize("start", STARTS)
-def test_arguments_and_lists_reach_every_host(tmp_path: Path, start: str) -> None:
+def test_arguments_and_lists_reach_every_host(tmp_path, start):
     script = text(command=("dist-run", *NASTY), pbs_start=start, directory=tmp_path)
     result = run(script, tmp_path, nodefile="x9\nx9\nx10\n" if start == "pbsdsh" else "x9\nx10\n")
     hosts = 1 if start == "pals" else 2
@@ -84,14 +84,14 @@ def test_arguments_and_lists_reach_every_host(tmp_path: Path, start: str) -> Non
 
 
 @pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
-def test_worst_exit_code_is_the_job_s(tmp_path: Path, start: str) -> None:
+def test_worst_exit_code_is_the_job_s(tmp_path, start):
     script = text(pbs_start=start, directory=tmp_path)
     script = script.replace("exec apptainer", "exec sh -c 'exit $(( PBS_NODENUM * 3 ))'")
     script = script.replace("/bin/bash -lc", 'env PBS_NODENUM="$rank" /bin/bash -lc')
     assert run(script, tmp_path).returncode == 3
 
 
-def test_task_that_was_not_started_is_told(tmp_path: Path) -> None:
+def test_task_that_was_not_started_is_told(tmp_path):
     script = text(pbs_start="pbsdsh", directory=tmp_path)
     result = run(script, tmp_path, before="echo spawn failed; exit; ")
     assert result.returncode == 1
@@ -100,7 +100,7 @@ def test_task_that_was_not_started_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("start", ["pbsdsh", "ssh"])
 @pytest.mark.parametrize("deaf", [False, True], ids=["asked to end", "killed"])
-def test_host_that_is_lost_does_not_keep_the_job(tmp_path: Path, start: str, deaf: bool) -> None:
+def test_host_that_is_lost_does_not_keep_the_job(tmp_path, start, deaf):
     script = text(pbs_start=start, directory=tmp_path, command=("sleep", "600"))
     assert "SECONDS + 30))" in script
     script = script.replace("SECONDS + 30))", "SECONDS + 1))").replace("SECONDS + 5))", "SECONDS + 1))")
@@ -115,7 +115,7 @@ def test_host_that_is_lost_does_not_keep_the_job(tmp_path: Path, start: str, dea
     assert result.stderr == f"imgkit: {start} does not return from x10: ended\n"
 
 
-def test_script_asks_for_the_network_option_that_mpiexec_has(tmp_path: Path) -> None:
+def test_script_asks_for_the_network_option_that_mpiexec_has(tmp_path):
     script = text(directory=tmp_path)
     assert "--disable" not in run(script, tmp_path).stdout
     (tmp_path / "own").mkdir()
@@ -124,13 +124,13 @@ def test_script_asks_for_the_network_option_that_mpiexec_has(tmp_path: Path) -> 
     assert argv[:7] == ["-n", "2", "--ppn", "1", "--cpu-bind", "none", "--disable_rdzv_get"]
 
 
-def test_hosts_on_one_node_are_refused(tmp_path: Path) -> None:
+def test_hosts_on_one_node_are_refused(tmp_path):
     result = run(text(directory=tmp_path), tmp_path, nodefile="x9\nx9\n")
     assert result.returncode == 2
     assert result.stderr == "imgkit: 2 chunks, and PBS put them on x9: -l place=scatter is missing\n"
 
 
-def test_own_libraries_are_bound_and_searched_first(tmp_path: Path) -> None:
+def test_own_libraries_are_bound_and_searched_first(tmp_path):
     recipe = extended_recipe(tmp_path, "runtime: {host_libs: [/opt/nccl/lib, /opt/ofi/lib]}")
     script = text(recipe).replace(" \\\n   ", "")
     assert "--bind /opt/nccl/lib:/opt/nccl/lib:ro --bind /opt/ofi/lib:/opt/ofi/lib:ro" in script
@@ -145,7 +145,7 @@ def test_own_libraries_are_bound_and_searched_first(tmp_path: Path) -> None:
     assert lines in text(recipe)
 
 
-def test_libraries_by_rule_are_bound_out_of_the_way(tmp_path: Path) -> None:
+def test_libraries_by_rule_are_bound_out_of_the_way(tmp_path):
     libs = "runtime: {host_libs: [/cluster/nccl/lib, /opt/ofi/lib], cuda_compat: auto}"
     recipe = extended_recipe(tmp_path, libs, "fabric: {host_libs: auto}")
     script = text(recipe).replace(" \\\n   ", "")
@@ -166,12 +166,12 @@ def test_libraries_by_rule_are_bound_out_of_the_way(tmp_path: Path) -> None:
     assert 'export LD_LIBRARY_PATH="/cluster/nccl/lib:/opt/ofi/lib' in host
 
 
-def test_missing_environment_is_refused(tmp_path: Path) -> None:
+def test_missing_environment_is_refused(tmp_path):
     with pytest.raises(UsageError, match="no virtual environment"):
         checks.before_submission(job(directory=tmp_path, runtime="host", image="my env"))
 
 
-def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
+def test_conversion_runs_where_the_recipe_says(tmp_path):
     request = submit_request(tmp_path, "queue: {sif: [-q, short, -l, 'select=1:ncpus=8']}")
     script = conversion.prepare_conversion("/a b.tar", request).script.text
     directives = [line for line in script.splitlines() if line.startswith("#PBS")]
@@ -183,7 +183,7 @@ def test_conversion_runs_where_the_recipe_says(tmp_path: Path) -> None:
     assert script.endswith("exec imgkit sif '/a b.tar' -o '/my work/a b.sif'\n")
 
 
-def test_conversion_without_a_place_is_refused() -> None:
+def test_conversion_without_a_place_is_refused():
     request = SubmitRequest(system="olivia-eap", time="10m")
     with pytest.raises(UsageError) as caught:
         conversion.prepare_conversion("/a.tar", request)
@@ -191,23 +191,23 @@ def test_conversion_without_a_place_is_refused() -> None:
     assert "imgkit sif /a.tar" in (caught.value.hint or "")
 
 
-def test_spare_serves_the_preflight_alone() -> None:
+def test_spare_serves_the_preflight_alone():
     (warning,) = job(nodes="2+1").warnings
     assert "a spare only replaces a node that the preflight finds bad" in warning
     assert "select=3:" in text(nodes="2+1")
 
 
-def test_time_before_the_end_is_not_used() -> None:
+def test_time_before_the_end_is_not_used():
     assert any("--stop-before is not used" in warning for warning in job(stop_before_s=60).warnings)
 
 
 @pytest.mark.parametrize("folder", ["lib", "/a:/b", "/a,b", "/a b", "/$(x)/lib", "/`x`"])
-def test_library_folder_that_no_bind_takes_is_refused(tmp_path: Path, folder: str) -> None:
+def test_library_folder_that_no_bind_takes_is_refused(tmp_path, folder):
     with pytest.raises(UsageError, match="not a folder on the nodes"):
         extended_recipe(tmp_path, f"runtime: {{host_libs: ['{folder}']}}")
 
 
-def test_output_and_end_are_those_of_pbs() -> None:
+def test_output_and_end_are_those_of_pbs():
     record = queued_job(id="15422.redoak-login2", system="pbs", name="ddp")
     assert pbs.log_source(record)[-1] == "/w/ddp.o15422"
     assert pbs.cancel_command(record) == ("qdel", "15422.redoak-login2")

@@ -8,7 +8,7 @@ from job_records import queued_job
 from imgkit_builder.base.flags import declared_options
 from imgkit_builder.jobs import job_status, systems
 from imgkit_builder.jobs.request import JobRequest
-from imgkit_builder.jobs.submitted import JobState, WaitInfo
+from imgkit_builder.jobs.submitted import WaitInfo
 from imgkit_builder.jobs.systems.slurm import REASON_CHANGES
 
 SACCT = """\
@@ -68,17 +68,17 @@ def conditions(**types: bool) -> str:
         ("kubeflow", conditions(), ""),
     ],
 )
-def test_answer_says_the_state(system: str, output: str, state: str) -> None:
+def test_answer_says_the_state(system, output, state):
     assert systems.get_system(system).parse_status(output).state == state
 
 
 @pytest.mark.parametrize("system", ["slurm", "pbs"])
-def test_system_with_a_queue_lists_its_jobs(system: str) -> None:
+def test_system_with_a_queue_lists_its_jobs(system):
     assert systems.get_system(system).queue.unfinished_ids
 
 
 @pytest.mark.parametrize("name", systems.MODULES)
-def test_scheduler_is_a_class_of_at_most_nine_methods(name: str) -> None:
+def test_scheduler_is_a_class_of_at_most_nine_methods(name):
     methods: set[str] = set()
     for owner in type(systems.get_system(name)).__mro__[:-2]:  # System extends ABC, and that object
         methods |= {method for method, value in vars(owner).items() if callable(value) and method[0] != "_"}
@@ -93,7 +93,7 @@ def test_scheduler_is_a_class_of_at_most_nine_methods(name: str) -> None:
         ("pytorchjob.kubeflow.org/rcp unchanged\n", ""),  # of apply: nothing starts
     ],
 )
-def test_id_of_kubeflow_is_kind_and_name(output: str, job_id: str) -> None:
+def test_id_of_kubeflow_is_kind_and_name(output, job_id):
     assert systems.get_system("kubeflow").parse_job_id(output, "rcp") == job_id
 
 
@@ -127,7 +127,7 @@ def slurm_text(reason: str, start: str = "N/A", **fields: str) -> str:
         ),
     ],
 )
-def test_reason_is_named_with_what_ends_it(reason: str, text: str) -> None:
+def test_reason_is_named_with_what_ends_it(reason, text):
     assert slurm_text(reason) == text
 
 
@@ -135,18 +135,18 @@ def test_reason_is_named_with_what_ends_it(reason: str, text: str) -> None:
     "reason",
     ["QOSMaxJobsPerUserLimit", "AssocMaxJobsLimit", "AssocGrpNodeLimit", "xPartitionTimeLimit", "Priority"],
 )
-def test_wait_that_may_end_is_not_called_hopeless(reason: str) -> None:
+def test_wait_that_may_end_is_not_called_hopeless(reason):
     assert "will not start" not in slurm_text(reason)
 
 
-def test_estimate_names_the_clock_of_a_remote() -> None:
+def test_estimate_names_the_clock_of_a_remote():
     start = "2026-11-28T22:40:07"
     assert slurm_text("Priority", start) == "waiting: Priority; expected start 2026-11-28T22:40"
     far = slurm_text("Priority", start, remote="far")
     assert far == "waiting: Priority; expected start 2026-11-28T22:40, by the clock of far"
 
 
-def test_running_row_has_no_reason() -> None:
+def test_running_row_has_no_reason():
     row = "7  gpu RUNNING, 2 nodes, elapsed 1:00, start 2026-11-28T22:40:07  node[1-2]\n"
     assert systems.get_system("slurm").parse_status(row).wait == WaitInfo()
 
@@ -167,7 +167,7 @@ Job Id: 7.s
     ("estimate", "expected_start"),
     [("Sat Nov 28 22:40:07 2026", "2026-11-28T22:40"), ("UNSET", "")],
 )
-def test_comment_of_pbs_is_the_reason(estimate: str, expected_start: str) -> None:
+def test_comment_of_pbs_is_the_reason(estimate, expected_start):
     status = systems.get_system("pbs").parse_status(QSTAT.format("Q", estimate))
     reason = "Not Running: Insufficient amount of resource: ngpus (R: 8 A: 0 T: 8, more)"
     assert status.wait == WaitInfo(reason=reason, expected_start=expected_start)
@@ -196,7 +196,7 @@ PRIORITY = WaitInfo(reason="Priority")
         (("running", "running", "succeeded"), ()),
     ],
 )
-def test_change_is_logged_once(readings: tuple[WaitInfo | JobState, ...], lines: tuple[str, ...]) -> None:
+def test_change_is_logged_once(readings, lines):
     logged: list[str] = []
     log = job_status.WaitLog(queued_job(), logged.append)
     for reading in readings:
@@ -207,7 +207,7 @@ def test_change_is_logged_once(readings: tuple[WaitInfo | JobState, ...], lines:
     assert tuple(logged) == lines
 
 
-def test_every_change_names_an_option_of_run() -> None:
+def test_every_change_names_an_option_of_run():
     names = {name for flag in declared_options(JobRequest) for name in flag.names}
     for text in REASON_CHANGES.values():
         options = [word.partition("=")[0] for word in text.split() if word.startswith("-")]

@@ -27,9 +27,7 @@ REDUCED, SHARED, WHOLE = (0.0, 1.0, 1.5, 1.75), (0.0, 0.5, 0.75, 0.875), (1.0, 1
         ("sendrecv", WHOLE, 100.0, False),
     ],
 )
-def test_factors_are_those_of_nccl_tests(
-    name: str, factors: tuple[float, ...], busbw: float, fills_network: bool
-) -> None:
+def test_factors_are_those_of_nccl_tests(name, factors, busbw, fills_network):
     collective = find_collective(name)
     assert tuple(collective.factor(ranks) for ranks in (1, 2, 4, 8)) == factors
     assert collective.expected_busbw_GBps(800.0, 4, 4) == pytest.approx(busbw)
@@ -41,7 +39,7 @@ def test_factors_are_those_of_nccl_tests(
     # Published rows of all_reduce, columns rounded to 0.1 (EPFL's RoCE guide; BSC's MareNostrum 5 tables).
     [(2, 1687.1, 1687.1), (4, 1081.0, 1621.5), (8, 703.3, 1230.8), (16, 349.9, 656.0), (64, 335.4, 660.4)],
 )
-def test_factor_reproduces_published_rows(ranks: int, algbw: float, busbw: float) -> None:
+def test_factor_reproduces_published_rows(ranks, algbw, busbw):
     assert algbw * find_collective("all_reduce").factor(ranks) == pytest.approx(busbw, abs=0.16)
 
 
@@ -50,13 +48,13 @@ def test_factor_reproduces_published_rows(ranks: int, algbw: float, busbw: float
     # nccl-tests, src/*.cu: (count / ranks) & ~(16 / element - 1) per rank; too small a size is 0 there.
     [("all_reduce", 8, 2), ("all_gather", 8, 12), ("all_gather", 4096, 1020), ("all_reduce", 1, 1)],
 )
-def test_every_rank_gets_as_many_elements(name: str, size: int, elements: int) -> None:
+def test_every_rank_gets_as_many_elements(name, size, elements):
     assert find_collective(name).elements(size, 4, 3) == elements
 
 
 @pytest.mark.parametrize("item", [2, 4, 8])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 12])
-def test_no_chunk_is_cut_within_16_bytes(ranks: int, item: int) -> None:
+def test_no_chunk_is_cut_within_16_bytes(ranks, item):
     for op in (operation for operation in COLLECTIVES if operation.parts):
         for size in (1, 100, 4096, 1_000_000_007):
             chunk = op.elements(size, item, ranks) * item // ranks
@@ -89,7 +87,7 @@ def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] |
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", COLLECTIVES, ids=NAMES)
-def test_result_says_where_every_element_is_from(op: Collective, ranks: int) -> None:
+def test_result_says_where_every_element_is_from(op, ranks):
     count = op.elements(48, 4, ranks)
     inputs = [
         [1000 * rank + index for index in range(op.input(Shape(count=count, ranks=ranks, rank=rank)))]
@@ -110,11 +108,11 @@ def test_result_says_where_every_element_is_from(op: Collective, ranks: int) -> 
 
 
 @pytest.mark.parametrize(("name", "factor"), [("all_reduce", 1), ("broadcast", 1), ("alltoall", 2)])
-def test_buffers_are_at_most_twice_the_size(name: str, factor: float) -> None:
+def test_buffers_are_at_most_twice_the_size(name, factor):
     assert find_collective(name).buffer_bytes(4096, 4) == factor * 4096
     assert all(op.buffer_bytes(4096, 4) <= 2 * 4096 for op in COLLECTIVES)
 
 
-def test_record_without_call_or_result_is_refused() -> None:
+def test_record_without_call_or_result_is_refused():
     with pytest.raises(TypeError, match="'call' and 'result'"):
         Collective(name="barrier")  # type: ignore[call-arg]

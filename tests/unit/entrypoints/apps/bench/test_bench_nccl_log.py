@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -41,18 +40,18 @@ n1:7:9 [0] NCCL INFO Channel 00/0 : 4[0] -> 5[1] via P2P/CUMEM/read
     ],
     ids=["direct", "through host memory", "plugin with a blank in its name", "other lines"],
 )
-def test_log_of_nccl_tells_the_way(log: str, sentences: tuple[str, ...]) -> None:
+def test_log_of_nccl_tells_the_way(log, sentences):
     assert nccl_log.describe_transports(nccl_log.find_transports(log.splitlines())) == sentences
 
 
-def test_log_that_the_user_wants_is_left_alone() -> None:
+def test_log_that_the_user_wants_is_left_alone():
     env = {"IMGKIT_DEVICE": "cuda", "NCCL_DEBUG": "WARN"}
     with nccl_log.collect_log(env) as folder:
         assert folder is None
     assert env == {"IMGKIT_DEVICE": "cuda", "NCCL_DEBUG": "WARN"}
 
 
-def test_quiet_log_leaves_nothing_behind() -> None:
+def test_quiet_log_leaves_nothing_behind():
     env = {"IMGKIT_DEVICE": "cuda"}
     with nccl_log.collect_log(env) as folder:
         assert folder is not None
@@ -61,7 +60,7 @@ def test_quiet_log_leaves_nothing_behind() -> None:
     assert not folder.exists()
 
 
-def test_own_log_is_read_and_not_that_of_another_rank(tmp_path: Path) -> None:
+def test_own_log_is_read_and_not_that_of_another_rank(tmp_path):
     (tmp_path / f"n1.{os.getpid()}").write_text("Using network IB\n")
     (tmp_path / f"n1.{os.getpid()}1").write_text("Using network Socket\n")
     assert nccl_log.read_transports(tmp_path) == {"network IB"}

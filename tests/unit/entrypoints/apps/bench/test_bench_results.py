@@ -66,14 +66,12 @@ def run_record(*results: Result) -> RunRecord:
     ("seconds", "time_us", "low_us", "high_us"),
     [([1, 1, 1, 1, 11], 1e6, 1e6, 11e6), ([1, 2, 3], 2e6, 1e6, 3e6), (range(1, 21), 10.5e6, 3e6, 18e6)],
 )
-def test_time_is_the_median_and_range_leaves_out_a_tenth_at_both_ends(
-    seconds: Sequence[int], time_us: float, low_us: float, high_us: float
-) -> None:
+def test_time_is_the_median_and_range_leaves_out_a_tenth_at_both_ends(seconds, time_us, low_us, high_us):
     measured = result(seconds=seconds)
     assert (measured.time_us, measured.low_us, measured.high_us) == (time_us, low_us, high_us)
 
 
-def test_json_is_what_readers_of_nccl_tests_expect() -> None:
+def test_json_is_what_readers_of_nccl_tests_expect():
     data = json.loads(run_record(result(), result("all_gather", wrong=None)).to_json({}))
     # NVIDIA/nccl-tests v2.17, src/util.cu: the names of its `-J` file.
     reduced, gathered = data["results"]
@@ -94,7 +92,7 @@ def test_json_is_what_readers_of_nccl_tests_expect() -> None:
     assert json.loads(wrong.to_json({}))["out_of_bounds"] == {"count": 5, "okay": "false"}
 
 
-def test_csv_has_a_row_for_each_result() -> None:
+def test_csv_has_a_row_for_each_result():
     rows = list(csv.DictReader(io.StringIO(run_record(result(), result(wrong=None)).to_csv())))
     assert [(row["collective"], row["dtype"], row["wrong"]) for row in rows] == [
         ("all_reduce", "fp32", "0"),
@@ -110,14 +108,14 @@ def names(data: object) -> Iterator[str]:
             yield from names(inner) if name != "fingerprint" else ()
 
 
-def test_page_names_every_field() -> None:
+def test_page_names_every_field():
     verdict = {"sentences": [], "busbw": [{"expected_busbw_GBps": 1.0, "percent": 2.0}]}
     fields = set(names(json.loads(run_record(result()).to_json(verdict))))
     page = PAGE.read_text(encoding="utf-8")
     assert {name for name in fields if not re.search(rf"`{name}`", page)} == set()
 
 
-def test_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
+def test_file_is_replaced_as_a_whole(tmp_path):
     path = tmp_path / "run.csv"
     for text in ("first", "second"):
         record.save(path, text, "--csv FILE")
@@ -126,13 +124,13 @@ def test_file_is_replaced_as_a_whole(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [("", "is a folder"), ("absent/run.json", "cannot be written")])
-def test_unwritable_path_is_refused_with_its_option(tmp_path: Path, name: str, message: str) -> None:
+def test_unwritable_path_is_refused_with_its_option(tmp_path, name, message):
     with pytest.raises(UsageError, match=message) as caught:
         record.refuse_unwritable(tmp_path / name, "--plot FILE")
     assert "--plot FILE" in (caught.value.hint or "")
 
 
-def test_columns_of_a_row_are_those_of_nccl_tests() -> None:
+def test_columns_of_a_row_are_those_of_nccl_tests():
     columns = table.HEADER[0].lstrip("#").split()
     assert columns[:9] == ["size", "count", "type", "redop", "root", "time", "algbw", "busbw", "#wrong"]
     values = table.format_row(result(dtype="bf16", ranks=2)).split()
@@ -142,7 +140,7 @@ def test_columns_of_a_row_are_those_of_nccl_tests() -> None:
         assert table.format_row(result(name)).split()[3:5] == [redop, "0"]
 
 
-def test_columns_end_below_their_names() -> None:
+def test_columns_end_below_their_names():
     line = table.format_row(result("reduce"))
     heads = re.finditer(r"[^\s#]\S*|#wrong", table.HEADER[0])
     for head, cell in zip(heads, re.finditer(r"\S+", line), strict=True):
@@ -150,7 +148,7 @@ def test_columns_end_below_their_names() -> None:
     assert len(table.HEADER[1]) == len(line)
 
 
-def test_summary_has_the_mean_busbw_and_the_wrong_values() -> None:
+def test_summary_has_the_mean_busbw_and_the_wrong_values():
     right = table.format_summary([result(ranks=2), result(ranks=2, seconds=[2e-3])])
     assert right[0] == "# Out of bounds values : 0 OK"
     assert float(right[1].rpartition(":")[2]) == pytest.approx(1.048576 * 0.75, rel=1e-4)
@@ -160,7 +158,7 @@ def test_summary_has_the_mean_busbw_and_the_wrong_values() -> None:
     assert table.format_summary([]) == ()
 
 
-def test_title_names_type_ranks_and_backend() -> None:
+def test_title_names_type_ranks_and_backend():
     title = table.format_title(find_collective("all_reduce"), "fp32", FOUR_NODES)
     assert title == "# all_reduce float32 sum, 16 ranks, nccl, 4 nodes"
 
@@ -169,7 +167,7 @@ def large(name: str = "all_reduce", seconds: float = 0.1, size_bytes: int = 10**
     return result(name, seconds=[seconds], size_bytes=size_bytes, ranks=16)
 
 
-def test_percent_is_the_share_of_the_expected_busbw() -> None:
+def test_percent_is_the_share_of_the_expected_busbw():
     (judged,) = verdict.judge_busbw([large(size_bytes=8, seconds=1.0), large()], FOUR_NODES, RATE_Gbps)
     assert judged.size_bytes == 10**9, "the largest size counts"
     assert judged.busbw_GBps == pytest.approx(18.75)
@@ -180,14 +178,14 @@ def sentences(*results: Result, world: World = FOUR_NODES, rate: float | None = 
     return "\n".join(verdict.describe_verdicts(verdict.judge_busbw(results, world, rate), world, rate))
 
 
-def test_figures_are_in_the_sentence() -> None:
+def test_figures_are_in_the_sentence():
     text = sentences(large())
     for value in ("all_reduce of 954MiB (1GB)", "18.75 GBps", "75 %", "25 GBps", "200 Gbps"):
         assert value in text
     assert "dist-doctor" not in text
 
 
-def test_low_busbw_names_the_doctor_where_all_nodes_send_all_the_time() -> None:
+def test_low_busbw_names_the_doctor_where_all_nodes_send_all_the_time():
     assert "dist-doctor" in sentences(large(seconds=0.4))
     assert "dist-doctor" not in sentences(large("sendrecv", seconds=4.0))
 
@@ -200,9 +198,7 @@ def test_low_busbw_names_the_doctor_where_all_nodes_send_all_the_time() -> None:
         (ONE_NODE, RATE_Gbps, "this is one node, not the network"),
     ],
 )
-def test_nothing_is_expected_without_a_network_or_its_rate(
-    world: World, rate: float | None, text: str
-) -> None:
+def test_nothing_is_expected_without_a_network_or_its_rate(world, rate, text):
     (judged,) = verdict.judge_busbw([large()], world, rate)
     assert (judged.expected_busbw_GBps, judged.percent) == (None, None)
     sentence = sentences(large(), world=world, rate=rate)
@@ -222,9 +218,7 @@ def test_nothing_is_expected_without_a_network_or_its_rate(
         ("5", [], ["nothing was measured"]),
     ],
 )
-def test_what_is_missed_is_told_with_its_figures(
-    requirement: str, results: list[Result], reasons: list[str]
-) -> None:
+def test_what_is_missed_is_told_with_its_figures(requirement, results, reasons):
     judged = verdict.judge_busbw(results, FOUR_NODES, RATE_Gbps)
     shortfalls = verdict.find_shortfalls(options.parse_requirement(requirement), judged)
     for shortfall, reason in zip(shortfalls, reasons, strict=True):
@@ -233,7 +227,7 @@ def test_what_is_missed_is_told_with_its_figures(
 
 
 @pytest.mark.parametrize(("nodes", "rate", "hint"), [(1, 200.0, "--require GBPS"), (2, None, "--line-rate")])
-def test_percentage_without_an_expectation_is_refused(nodes: int, rate: float | None, hint: str) -> None:
+def test_percentage_without_an_expectation_is_refused(nodes, rate, hint):
     with pytest.raises(UsageError) as caught:
         verdict.refuse_requirement(options.parse_requirement("80%"), nodes, rate)
     assert hint in (caught.value.hint or "")
@@ -258,7 +252,7 @@ def corners(root: ET.Element) -> list[list[tuple[float, float]]]:
     return [[(float(x), float(y)) for x, y in (point.split(",") for point in line)] for line in lines]
 
 
-def test_both_axes_are_logarithmic() -> None:
+def test_both_axes_are_logarithmic():
     (line,) = corners(drawing(point(64, 1.0), point(128, 10.0), point(256, 100.0)))
     (x1, y1), (x2, y2), (x3, y3) = line
     assert x2 - x1 == pytest.approx(x3 - x2, abs=0.2)
@@ -267,20 +261,20 @@ def test_both_axes_are_logarithmic() -> None:
     assert y1 > y2
 
 
-def test_each_collective_has_a_line_and_a_name() -> None:
+def test_each_collective_has_a_line_and_a_name():
     root = drawing(*(point(size, 1.0, name) for name in NAMES for size in (1 << 10, 1 << 20)))
     assert len(corners(root)) == len(NAMES)
     assert set(NAMES) <= set(texts(root))
 
 
-def test_lines_stay_inside_the_plot() -> None:
+def test_lines_stay_inside_the_plot():
     (line,) = corners(drawing(point(8, 1e-6), point(1 << 20, 3.0), point(1 << 32, 400.0)))
     for x, y in line:
         assert chart.LEFT < x < chart.LEFT + chart.PLOT_WIDTH
         assert chart.TOP < y < chart.TOP + chart.PLOT_HEIGHT
 
 
-def test_drawing_has_figures_in_its_tips_and_colours_for_dark_pages() -> None:
+def test_drawing_has_figures_in_its_tips_and_colours_for_dark_pages():
     root = drawing(point(1 << 30, 12.5))
     assert [tip.text for tip in root.iter(f"{SVG}title")] == ["broadcast: 12.5 GBps at 1GiB (1.07GB)"]
     (style,) = root.iter(f"{SVG}style")
@@ -288,23 +282,23 @@ def test_drawing_has_figures_in_its_tips_and_colours_for_dark_pages() -> None:
 
 
 @pytest.mark.parametrize("results", [(), (result(ranks=1),)], ids=["nothing", "one rank"])
-def test_run_without_bandwidth_has_a_drawing_too(results: Sequence[Result]) -> None:
+def test_run_without_bandwidth_has_a_drawing_too(results):
     root = drawing(*results)
     assert corners(root) == []
     assert any("Nothing to draw" in text for text in texts(root))
 
 
-def test_title_cannot_break_the_file() -> None:
+def test_title_cannot_break_the_file():
     assert "<b>&\ufffd" in texts(drawing(point(64, 1.0), title="<b>&\x00"))
 
 
 @pytest.mark.parametrize(("low", "high"), [(8, 8.5), (8, 1 << 33), (1, 1e15)])
-def test_sizes_have_few_marks(low: float, high: float) -> None:
+def test_sizes_have_few_marks(low, high):
     assert 1 <= len(chart.size_ticks(low / 1.6, high * 1.6)) <= chart.MAX_SIZE_TICKS + 1
 
 
 @given(st.lists(st.floats(60, 450), min_size=1, max_size=20))
-def test_labels_never_overlap(positions: list[float]) -> None:
+def test_labels_never_overlap(positions):
     moved = chart.spread_apart(sorted(positions), chart.LABEL_STEP, 50, 450)
     assert all(lower - upper >= chart.LABEL_STEP - 1e-6 for upper, lower in itertools.pairwise(moved))
     assert max(moved) <= 450

@@ -52,14 +52,12 @@ def looks(tracker: Stragglers, *each: Sequence[float], after: int = 0) -> None:
         ((-1.0, 0.0, math.nan, 0.1), []),
     ],
 )
-def test_ranks_compare_with_their_median_or_the_fastest_of_few(
-    own_s: Sequence[float], slow: list[int]
-) -> None:
+def test_ranks_compare_with_their_median_or_the_fastest_of_few(own_s, slow):
     limit_s = find_usual_work(own_s).limit_s
     assert [rank for rank, work_s in enumerate(own_s) if limit_s < work_s < math.inf] == slow
 
 
-def test_third_look_names_the_rank_once() -> None:
+def test_third_look_names_the_rank_once():
     tracker, messages = make_tracker()
     looks(tracker, SLOW, SLOW)
     assert (tracker.current_rows(), messages) == ([], [])
@@ -86,9 +84,7 @@ def test_third_look_names_the_rank_once() -> None:
     ],
     ids=["two in a row", "times unknown in between", "all slow", "slow again", "relapse", "many relapses"],
 )
-def test_three_looks_in_a_row_name_or_clear_a_rank(
-    each: Sequence[Sequence[float]], reports: int, rows: list[tuple[int, int, int]]
-) -> None:
+def test_three_looks_in_a_row_name_or_clear_a_rank(each, reports, rows):
     tracker, messages = make_tracker()
     looks(tracker, *each)
     assert len(messages) == reports
@@ -97,20 +93,20 @@ def test_three_looks_in_a_row_name_or_clear_a_rank(
     assert len(tracker.current_rows()) == reports % 2
 
 
-def test_rank_that_recovers_is_reported() -> None:
+def test_rank_that_recovers_is_reported():
     tracker, messages = make_tracker()
     looks(tracker, *[SLOW] * 3, *[USUAL] * 3)
     assert messages[1:] == ["rank 2 on node1 (local rank 0) is as fast as the others again (step 60)"]
     assert tracker.current_rows() == []
 
 
-def test_line_of_few_ranks_names_the_fastest() -> None:
+def test_line_of_few_ranks_names_the_fastest():
     tracker, messages = make_tracker(2)
     looks(tracker, *[(0.1, 4.56)] * 3)
     assert "takes 4560 ms a step, not 100 ms, as that of the fastest (step 30)" in messages[0]
 
 
-def test_many_slow_ranks_do_not_flood_the_log() -> None:
+def test_many_slow_ranks_do_not_flood_the_log():
     tracker, messages = make_tracker(40)
     own_s = [0.1] * 28 + [0.2] * 12
     looks(tracker, own_s, own_s, own_s)

@@ -31,9 +31,7 @@ def samples_of_step(order: Order, position: Position) -> list[int]:
     global_batch=st.integers(1, 60),
     starts=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12), st.integers(1, 5)), min_size=1),
 )
-def test_every_sample_once_an_epoch_on_changing_ranks(
-    size: int, global_batch: int, starts: list[tuple[int, int, int]]
-) -> None:
+def test_every_sample_once_an_epoch_on_changing_ranks(size, global_batch, starts):
     # Each start of the run: ranks, samples at once, and steps until it is interrupted.
     position, seen = Position(), dict[int, Counter[int]]()
     for world_size, batch_size, steps in starts:
@@ -55,7 +53,7 @@ def test_every_sample_once_an_epoch_on_changing_ranks(
     ranks=st.integers(1, 9),
     at_once=st.integers(1, 9),
 )
-def test_weights_are_the_true_shares(size: int, global_batch: int, ranks: int, at_once: int) -> None:
+def test_weights_are_the_true_shares(size, global_batch, ranks, at_once):
     order = Order(size=size, global_batch=global_batch, world_size=ranks, batch_size=at_once)
     position = Position()
     for _ in range(order.steps_per_epoch):
@@ -69,7 +67,7 @@ def test_weights_are_the_true_shares(size: int, global_batch: int, ranks: int, a
     assert position == Position(step=order.steps_per_epoch, epoch=1)
 
 
-def test_rank_without_samples_has_weight_zero() -> None:
+def test_rank_without_samples_has_weight_zero():
     order = Order(size=10, global_batch=8, world_size=4, batch_size=2)
     count = order.samples_at(order.next_position(Position()))
     parts = [order.micro_batches(count, rank) for rank in range(4)]
@@ -88,9 +86,7 @@ def test_rank_without_samples_has_weight_zero() -> None:
         (None, None, 64, 1),
     ],
 )
-def test_batch_sizes_give_the_accumulation(
-    batch_size: int | None, global_batch: int | None, per_step: int, parts: int
-) -> None:
+def test_batch_sizes_give_the_accumulation(batch_size, global_batch, per_step, parts):
     order = plan_order(1000, 2, batch_size, global_batch)
     slices = order.micro_batches(order.global_batch, 0)
     assert (order.global_batch, len(slices)) == (per_step, parts)
@@ -98,25 +94,25 @@ def test_batch_sizes_give_the_accumulation(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8, 12, 24])
-def test_accumulation_keeps_the_global_batch(ranks: int) -> None:
+def test_accumulation_keeps_the_global_batch(ranks):
     order = plan_order(1000, ranks, 5, 24)
     assert order.global_batch == 24
     assert max(part.end - part.first for part in order.micro_batches(24, 0)) <= 5
 
 
-def test_unshareable_global_batch_names_what_works() -> None:
+def test_unshareable_global_batch_names_what_works():
     with pytest.raises(UsageError) as caught:
         plan_order(1000, 3, 8, 32)
     assert caught.value.what == "3 ranks cannot share a global batch of 32 samples equally"
     assert caught.value.hint == "use 2 or 4 ranks, or a new run with --global-batch 30 or 33"
 
 
-def test_empty_data_is_refused() -> None:
+def test_empty_data_is_refused():
     with pytest.raises(UsageError, match="empty"):
         plan_order(0, 1, 8, None)
 
 
-def test_seed_of_is_the_same_everywhere() -> None:
+def test_seed_of_is_the_same_everywhere():
     # Another value would change the order of every saved run. The number comes from the first version.
     assert seed_of(0, "order", 3) == 6785497997347460347
     assert len({seed_of(0, "sample", epoch, index) for epoch in range(20) for index in range(50)}) == 1000
@@ -126,7 +122,7 @@ def test_seed_of_is_the_same_everywhere() -> None:
 @pytest.mark.parametrize(
     ("schedule", "middle", "end"), [("constant", 1, 1), ("linear", 0.5, 0), ("cosine", 0.5, 0)]
 )
-def test_learning_rate_rises_first_and_ends_where_it_should(schedule: str, middle: float, end: float) -> None:
+def test_learning_rate_rises_first_and_ends_where_it_should(schedule, middle, end):
     argv = ["--schedule", schedule, "--lr", "1"]
     config = options.read_config([*argv, "--warmup-steps", "4"], {})
     rates = [learning_rate(config, step, 100) for step in range(100)]

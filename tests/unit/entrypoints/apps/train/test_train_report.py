@@ -68,7 +68,7 @@ def read_summary(run_dir: Path) -> dict[str, Any]:
     return summary
 
 
-def test_lines_come_at_round_steps_and_between_slow_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_come_at_round_steps_and_between_slow_ones(capsys):
     log = Log()
     log.note((1, 1, 9.0), (5, 4, 3.0), (10, 5, 1.2))
     log.note((11, 1, 2.0), (12, 1, 2.0), (13, 1, 2.0), seconds=LINE_EVERY_S / 2)
@@ -82,7 +82,7 @@ def test_lines_come_at_round_steps_and_between_slow_ones(capsys: pytest.CaptureF
     assert last.startswith("loss 9.000000 -> 2.000000, 2 ranks, ")
 
 
-def test_last_rate_counts_training_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_last_rate_counts_training_alone(tmp_path, capsys):
     log = Log(tmp_path)
     log.note((1, 1, 9.0), (20, 19, 3.0))  # 20 steps of 64 samples in 2 s
     log.report_evaluation(20, 1.0, 60.0)
@@ -93,7 +93,7 @@ def test_last_rate_counts_training_alone(tmp_path: Path, capsys: pytest.CaptureF
     assert (summary["samples_per_s"], summary["training_s"], summary["evaluation_s"]) == (640.0, 2.0, 60.0)
 
 
-def test_summary_has_the_parts_of_the_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_summary_has_the_parts_of_the_start(tmp_path, capsys):
     started = StartUp(10.0)
     for name, at_s in (("imports", 12.5), ("model", 12.75), ("data", 13.0), ("model", 13.75)):
         started.record(name, at_s)
@@ -102,7 +102,7 @@ def test_summary_has_the_parts_of_the_start(tmp_path: Path, capsys: pytest.Captu
     assert "0 samples/s while training; 3.8 s starting (imports 2.5 s)" in capsys.readouterr().out
 
 
-def test_metrics_have_what_a_study_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_metrics_have_what_a_study_needs(tmp_path, capsys):
     argv = ("--schedule", "linear", "--lr", "0.5", "--warmup-steps", "0")
     log = Log(tmp_path, *argv, tokens_per_sample=16, names=("accuracy",))
     log.note((9, 9, 3.0), numbers=(0.25,), skipped=1)
@@ -117,7 +117,7 @@ def test_metrics_have_what_a_study_needs(tmp_path: Path, capsys: pytest.CaptureF
     assert "accuracy 0.333333" in capsys.readouterr().out
 
 
-def test_slow_rank_stands_in_every_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_slow_rank_stands_in_every_file(tmp_path, capsys):
     log = Log(tmp_path)
     log.note(*((step, 1, 1.0) for step in (1, 2, 3, 10)), own_s=(0.1, 0.3), wait_s=0.25)
     log.end(10)
@@ -129,7 +129,7 @@ def test_slow_rank_stands_in_every_file(tmp_path: Path, capsys: pytest.CaptureFi
     assert "rank 1 on node1 (local rank 0) is a straggler" in capsys.readouterr().out
 
 
-def test_unknown_numbers_are_null(tmp_path: Path) -> None:
+def test_unknown_numbers_are_null(tmp_path):
     log = Log(tmp_path, names=("accuracy",))
     log.note((1, 1, 0.0), skipped=1, numbers=(0.0,))
     log.note((10, 9, math.inf), numbers=(math.nan,))
@@ -141,7 +141,7 @@ def test_unknown_numbers_are_null(tmp_path: Path) -> None:
     assert read_summary(tmp_path)["last_loss"] is None
 
 
-def test_skipped_steps_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_steps_do_not_count(capsys):
     log = Log()
     log.note((1, 1, 9.0))
     log.note((5, 4, 3.0), skipped=2)
@@ -152,7 +152,7 @@ def test_skipped_steps_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
     assert "6 skipped" in line
 
 
-def test_metrics_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
+def test_metrics_of_repeated_steps_are_dropped(tmp_path):
     Log(tmp_path).note((1, 1, 1.0), (10, 1, 1.0), (20, 1, 1.0))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2')  # killed in the middle of a line
@@ -165,7 +165,7 @@ def test_metrics_of_repeated_steps_are_dropped(tmp_path: Path) -> None:
     assert summary["last_loss"] == 0.25
 
 
-def test_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_is_reported_once(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").mkdir()  # nobody can write there, not even root
     log = Log(tmp_path)
     log.note((1, 1, 1.0), (10, 9, 0.5))
@@ -177,11 +177,11 @@ def test_full_disk_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(5.4, "5s"), (59.6, "1m00s"), (200, "3m20s"), (7500, "2h05m")])
-def test_durations_are_short(seconds: float, text: str) -> None:
+def test_durations_are_short(seconds, text):
     assert run_log.format_duration(seconds) == text
 
 
-def test_drawing_of_a_run_shows_both_losses(tmp_path: Path) -> None:
+def test_drawing_of_a_run_shows_both_losses(tmp_path):
     log = Log(tmp_path)
     log.note((1, 1, 9.0), (10, 9, 3.0))
     log.report_evaluation(10, 4.0, 0.5)
@@ -207,9 +207,7 @@ def test_drawing_of_a_run_shows_both_losses(tmp_path: Path) -> None:
         ((), False, set(), set()),
     ],
 )
-def test_axis_of_losses_fits_them(
-    values: Sequence[float], from_zero: bool, ticks: set[str], absent: set[str]
-) -> None:
+def test_axis_of_losses_fits_them(values, from_zero, ticks, absent):
     text = curves.draw_charts([curves.Chart("loss", {"trained on": tuple(enumerate(values))}, from_zero)])
     root = ElementTree.fromstring(text)  # noqa: S314 - our own
     labels = {text.text for text in root.iter(f"{SVG}text") if text.get("text-anchor") == "end"}
@@ -242,7 +240,7 @@ def absent(config):
 """
 
 
-def test_own_logger_gets_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_logger_gets_every_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])  # the current folder joins it
     (tmp_path / "own.py").write_text(OWN_LOGGERS)

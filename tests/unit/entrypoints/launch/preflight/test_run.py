@@ -130,7 +130,7 @@ def hangs(rank: int, order: MeasureRequest) -> MeasureResult:
     return MeasureResult(stage=order.stage, error="it hangs", mute=True) if rank == 2 else good(rank, order)
 
 
-def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None:
+def test_good_nodes_all_start(signals, tmp_path):
     threads = preflight(3, signals, folder=tmp_path)
     assert [(thread.left_out, thread.error) for thread in threads] == [((), None)] * 3
     saved = json_text.load(tmp_path / run.FILE)
@@ -139,14 +139,14 @@ def test_good_nodes_all_start(signals: CollectedSignals, tmp_path: Path) -> None
     assert stores == {40001}
 
 
-def test_single_node_is_measured_alone(signals: CollectedSignals) -> None:
+def test_single_node_is_measured_alone(signals):
     thread = NodeThread(HeadSession(head_placement(1), 1), signals=signals, folder=None)
     thread.join(timeout=30)
     assert thread.left_out == ()
     assert [order.group for _, order in StubProcess.orders] == [(0,)]
 
 
-def test_spare_replaces_a_node_that_hangs(signals: CollectedSignals) -> None:
+def test_spare_replaces_a_node_that_hangs(signals):
     threads = preflight(4, signals, hangs, spares=1)
     assert [thread.left_out for thread in threads] == [(2,)] * 4
     assert "OUTLIER n2: it hangs" in threads[0].output
@@ -155,7 +155,7 @@ def test_spare_replaces_a_node_that_hangs(signals: CollectedSignals) -> None:
     assert not [order for order in later if 2 in order.group], "nobody waits for it again"
 
 
-def test_without_spare_all_nodes_refuse(signals: CollectedSignals, tmp_path: Path) -> None:
+def test_without_spare_all_nodes_refuse(signals, tmp_path):
     for thread in preflight(4, signals, hangs, folder=tmp_path):
         assert isinstance(thread.error, CheckFailed)
         assert thread.error.what == "n2 is an outlier: it hangs"
@@ -163,9 +163,7 @@ def test_without_spare_all_nodes_refuse(signals: CollectedSignals, tmp_path: Pat
     assert json_text.load(tmp_path / run.FILE)["passed"] is False
 
 
-def test_frozen_launcher_does_not_end_the_preflight(
-    signals: CollectedSignals, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_frozen_launcher_does_not_end_the_preflight(signals, monkeypatch):
     monkeypatch.setattr(run, "ALONE_S", 1)
     monkeypatch.setattr(run, "ANSWER_S", 0.0)
     threads = preflight(4, signals, spares=1, absent=(3,))
@@ -173,7 +171,7 @@ def test_frozen_launcher_does_not_end_the_preflight(
     assert "OUTLIER n3: its node agent hangs: no answer within 1 s" in threads[0].output
 
 
-def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSignals) -> None:
+def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals):
     def slow_head(rank: int, order: MeasureRequest) -> MeasureResult:
         figures = (("matmul", 0.5),) if rank == 0 and len(order.group) == 1 else GOOD[len(order.group)]
         return MeasureResult(stage=order.stage, figures=figures)
@@ -191,9 +189,7 @@ def test_head_that_is_slow_stops_the_job_even_with_a_spare(signals: CollectedSig
     ],
     ids=["one hangs", "two hang, and one link is broken"],
 )
-def test_partner_of_a_node_that_hangs_is_not_blamed(
-    signals: CollectedSignals, hanging: dict[tuple[int, ...], int | None], slow_link: str | None
-) -> None:
+def test_partner_of_a_node_that_hangs_is_not_blamed(signals, hanging, slow_link):
     def fails(rank: int, order: MeasureRequest) -> MeasureResult:
         if order.group not in hanging:
             return good(rank, order)
@@ -206,7 +202,7 @@ def test_partner_of_a_node_that_hangs_is_not_blamed(
     assert slow_links == ([slow_link] if slow_link else [])
 
 
-def test_signal_ends_the_preflight_everywhere(signals: CollectedSignals) -> None:
+def test_signal_ends_the_preflight_everywhere(signals):
     def stopped(rank: int, order: MeasureRequest) -> MeasureResult:
         if rank == 0:
             signals.record(signal.SIGTERM, None)

@@ -66,26 +66,24 @@ SLOW = ("matmul 1.4 TFLOP/s, 30 % below the median of 2",)
     ],
     ids=["equal", "slow", "a quarter below", "faster", "no figure", "no usual figure", "all zero"],
 )
-def test_node_more_than_a_quarter_below_the_median_is_slow(
-    rates: list[float | None], reasons: dict[int, tuple[str, ...]]
-) -> None:
+def test_node_more_than_a_quarter_below_the_median_is_slow(rates, reasons):
     assert verdict_on(rates).reasons == reasons
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_fewer_than_four_nodes_are_only_reported(nodes: int) -> None:
+def test_fewer_than_four_nodes_are_only_reported(nodes):
     verdict = verdict_on([2.0] * (nodes - 1) + [0.1], error={0: "it hangs"})
     assert 0 in bad(verdict)
     assert verdict.excluded == ()
     assert "reported only: fewer than 4 nodes" in report(verdict).table()[-1]
 
 
-def test_node_that_is_gone_cannot_take_part_in_any_run() -> None:
+def test_node_that_is_gone_cannot_take_part_in_any_run():
     verdict = verdict_on([2.0, 2.0], error={1: "lost: it closed the connection"}, is_gone={1: True})
     assert [node.rank for node in verdict.excluded] == [1]
 
 
-def test_worst_node_comes_first() -> None:
+def test_worst_node_comes_first():
     verdict = verdict_on(
         [2.0, 1.0, 2.0, 0.5, 2.0, None, 2.0], error={5: "it hangs"}, failed={6: ("driver: old",)}
     )
@@ -107,22 +105,20 @@ THREE_SLOW = [f"{pair}: 1 GB/s, 82 % below the median of 5.5" for pair in ("n0 -
     ],
     ids=["equal", "three of a node", "one", "no data", "only one"],
 )
-def test_slow_links_are_named_and_leave_nobody_out(
-    nodes: int, changed: list[tuple[tuple[int, int], float | str]], slow_links: list[str]
-) -> None:
+def test_slow_links_are_named_and_leave_nobody_out(nodes, changed, slow_links):
     verdict = verdict_on([2.0] * nodes, links(nodes, dict(changed)))
     assert bad(verdict) == []
     assert verdict.slow_links == tuple(slow_links)
 
 
-def test_node_that_reaches_nobody_is_the_culprit() -> None:
+def test_node_that_reaches_nobody_is_the_culprit():
     verdict = verdict_on([2.0] * 4, links(4, dict.fromkeys([(0, 3), (1, 3), (2, 3)], "no route")))
     assert verdict.reasons == {3: ("it exchanges data with none of 3 partners: no route",)}
     assert verdict.slow_links == ()
 
 
 @pytest.mark.parametrize("nodes", range(1, 20))
-def test_all_rounds_together_pair_everybody_once(nodes: int) -> None:
+def test_all_rounds_together_pair_everybody_once(nodes):
     rounds = [pair_up(nodes, turn) for turn in range(nodes + nodes % 2 - 1)]
     pairs = [pair for turn in rounds for pair in turn]
     assert sorted(pairs) == list(itertools.combinations(range(nodes), 2))
@@ -130,7 +126,7 @@ def test_all_rounds_together_pair_everybody_once(nodes: int) -> None:
         assert len({node for pair in turn for node in pair}) == 2 * len(turn), "one partner at a time"
 
 
-def test_all_stages_together_stay_within_a_minute() -> None:
+def test_all_stages_together_stay_within_a_minute():
     assert ALONE_S + ROUNDS * PAIR_S <= 60
 
 
@@ -140,14 +136,14 @@ def report(
     return Report(verdict=verdict, seconds=21.4, left_out=left_out, passed=passed, scheduler=scheduler)
 
 
-def test_report_has_the_option_of_slurm() -> None:
+def test_report_has_the_option_of_slurm():
     verdict = verdict_on([2.0, 2.0, 0.5, 2.0, 2.0, 0.5, 2.0, 2.0])
     assert report(verdict).exclude == "--exclude=n[2,5]"
     assert report(verdict, scheduler="manual").exclude == "n[2,5]"
     assert report(verdict_on([2.0] * 4)).exclude == ""
 
 
-def test_table_shows_figures_reasons_and_result() -> None:
+def test_table_shows_figures_reasons_and_result():
     verdict = verdict_on([2.0, 2.0, 0.5, 2.0], links(4), notes={0: ("warn a",), 1: ("warn a",)})
     text = "\n".join(report(verdict, left_out=(2,)).table())
     assert re.search(r"^n2 +0.5 +10$", text, re.MULTILINE)
@@ -156,13 +152,13 @@ def test_table_shows_figures_reasons_and_result() -> None:
     assert text.endswith("preflight of 4 nodes in 21 s: 1 outlier, --exclude=n2; the run starts without it")
 
 
-def test_table_of_many_nodes_names_outliers_only() -> None:
+def test_table_of_many_nodes_names_outliers_only():
     text = "\n".join(report(verdict_on([2.0] * 99 + [0.5]), passed=False).table())
     assert "n99" in text
     assert "n50" not in text
 
 
-def test_json_has_every_figure_and_reason() -> None:
+def test_json_has_every_figure_and_reason():
     verdict = verdict_on([2.0, 2.0, None, 2.0], links(4, {(1, 3): 1.0}))
     document = json.loads(report(verdict, passed=False).to_json())
     assert document["nodes"][2] == {
