@@ -104,10 +104,12 @@ def test_denied_socket_names_the_group_except_to_root(monkeypatch, uid, advice, 
 
 
 def test_engine_tells_version_and_space(fake, tmp_path):
+    version = {"Version": "27.1.0", "ApiVersion": "1.46", "Arch": "arm64"}
+    fake.on("GET", "/version", fake.json(version))
     fake.on("GET", "/info", fake.json({"DockerRootDir": str(tmp_path)}))
     facts = connection.query_facts()
     assert facts.endpoint == Endpoint(host=f"unix://{fake.socket}", source="DOCKER_HOST")
-    assert (facts.product, facts.version, facts.api, facts.arch) == ("Docker", "20.10.24", "1.41", "amd64")
+    assert (facts.product, facts.version, facts.api, facts.arch) == ("Docker", "27.1.0", "1.46", "arm64")
     assert facts.free_bytes
     # In a virtual machine, the folder is not on this one.
     fake.on("GET", "/info", fake.json({"DockerRootDir": "/nonexistent"}))

@@ -37,6 +37,11 @@ def test_streams_are_asked_for_by_tag_and_by_id(fake, image, monkeypatch):
     assert names == [NAME, fake.image_id]
 
 
+def test_unknown_image_is_named(engine):
+    with pytest.raises(UsageError, match="no image 'absent:1'"):
+        engines.local_image(engine, "absent:1")
+
+
 @pytest.mark.parametrize("name", ["/", "../images", "a//b", "a b", "A:1\x1b[2J"])
 def test_name_that_is_none_asks_nothing(fake, engine, name):
     fake.on("GET", "/images/.*/json", fake.json([{"Id": fake.image_id}]))

@@ -59,6 +59,7 @@ def test_report_has_the_sha256_that_the_index_lacks(index, tmp_path):
     items = report(out)
     one = items["imgkit-test-one"]
     # The pin that fits stays; the other one is dropped.
+    assert len(items) == 2
     assert (one["version"], items["imgkit-test-two"]["version"]) == ("1.0", "1.5")
     assert one["url"].startswith(f"{index}/imgkit-test-one/")
     assert len(one["sha256"]) == 64

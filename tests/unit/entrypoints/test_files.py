@@ -238,7 +238,7 @@ def test_folder_that_this_user_cannot_write_is_refused(shared):
 
     def refuse() -> None:
         with pytest.raises(
-            UsageError, match="--run-dir: the run folder cannot be written: Permission denied"
+            UsageError, match=r"^--run-dir: the run folder cannot be written: Permission denied"
         ):
             files.refuse_unusable_folder(shared, "run folder", where="--run-dir", hint="another")
 

@@ -75,8 +75,11 @@ def test_image_configuration_that_is_none_refused(text):
     [
         ("title", 5),
         ("env", {"A": 5}),
+        ("env", {"A": ["x"]}),
         ("queue", {"sif": [1]}),
         ("runtime", {"kind": "sandbox"}),
+        ("node", {"gpus": "4"}),
+        ("node", {"gpus": True}),
         ("fabric", None),
     ],
 )

@@ -24,7 +24,7 @@ def test_help_lists_every_verb_once_in_four_groups():
     text = CliRunner().invoke(app.build_app(), ["--help"]).output
     _, listed = text.split("Start here:", 1)
     titles = [line for line in text.splitlines() if line.endswith(":") and not line.startswith(" ")]
-    assert titles[-5:] == ["Options:", "Start here:", "Images:", "Jobs:", "Checks:"]
+    assert titles == ["Options:", "Start here:", "Images:", "Jobs:", "Checks:"]
     rows = [line.split()[0] for line in listed.splitlines() if line.startswith("  ")]
     assert [row for row in rows if row in app.VERBS] == list(app.VERBS)
     first, second, *_ = app.VERB_GROUPS.values()

@@ -55,14 +55,14 @@ def test_podman_out_of_reach_builds_by_its_api(host, reason):
         ("docker", "podman", "", UsageError, "is Docker", "--builder auto"),
         ("podman", "buildx", "", UsageError, "no BuildKit", "--builder podman"),
         ("docker", "buildx", "", ToolMissing, "'docker' is not on PATH", "docker-buildx"),
-        ("docker", "classic", SECRETS, UsageError, "would stay in the image", "use --builder buildx"),
-        ("podman", "auto", SECRETS, UsageError, "would stay in the image", "use --builder podman"),
+        ("docker", "classic", SECRETS, UsageError, "they would stay in the image", "use --builder buildx"),
+        ("podman", "auto", SECRETS, UsageError, "they would stay in the image", "use --builder podman"),
     ],
 )
 def test_builder_that_cannot_build_is_refused(product, requested, secrets, kind, message, hint):
     with refused(kind, message, hint=hint) as caught:
         builders.choose(facts(product), requested, secrets_at=secrets)
-    assert not secrets or caught.value.where == secrets
+    assert not secrets or (caught.value.where, caught.value.hint) == (secrets, hint)
 
 
 def test_docker_without_buildx_refuses_secrets(tmp_path):

@@ -86,6 +86,7 @@ def shell(endpoint: Endpoint = HERE, *, gpus: bool = False, host: bool = True) -
 
 def test_shell_asks_for_gpus_only_if_told():
     assert shell().endswith("--rm mn5 bash")
+    assert "--gpus" not in shell()
     assert "--ipc=host" in shell()
     assert shell(gpus=True).endswith("--rm --gpus all mn5 bash")
 

@@ -94,7 +94,7 @@ class Case(NamedTuple):
     check: str
     verdict: Verdict
     texts: tuple[str, ...] = ()
-    """What the check says, in its finding or its hint."""
+    """What the check has found, after ``^``; a text after ``-> `` is in its hint."""
     programs: Mapping[str, str] = {}
     """Scripts, by their paths below the prefix of the runtime."""
     files: Mapping[str, str] = {}
@@ -105,18 +105,18 @@ class Case(NamedTuple):
 HERE = {"bin/singularity": RUNTIME}
 LIBEXEC = "libexec/singularity/bin"
 CASES = {
-    "missing runtime": Case("singularity", "fail", ("module load gcc singularity",), target=MN5),
+    "missing runtime": Case("singularity", "fail", ("-> module load gcc singularity",), target=MN5),
     "no runtime for containers": Case("singularity", "skip", target=LAMBDA),
     "no .sif for containers": Case("imgkit sif", "skip", target=LAMBDA),
     "game": Case("singularity", "fail", ("Endgame",), {"bin/singularity": "echo Endgame: Singularity 1.00"}),
     "namespaces": Case("user namespaces", "ok", ("allowed, at most 15000",), HERE, {"userns": "15000"}),
-    "no namespaces": Case("user namespaces", "fail", ("max_user_namespaces",), HERE, {"userns": "0"}),
+    "no namespaces": Case("user namespaces", "fail", ("-> max_user_namespaces",), HERE, {"userns": "0"}),
     "no unprivileged namespaces": Case(
-        "user namespaces", "fail", ("unprivileged_userns_clone",), HERE, {"userns_clone": "0"}
+        "user namespaces", "fail", ("-> unprivileged_userns_clone",), HERE, {"userns_clone": "0"}
     ),
-    "namespaces by profile": Case("user namespaces", "warn", ("apparmor_",), HERE, {"apparmor": "1"}),
+    "namespaces by profile": Case("user namespaces", "warn", ("-> apparmor_",), HERE, {"apparmor": "1"}),
     "fuse": Case("fuse", "ok", (), HERE, {"fuse": ""}),
-    "no fuse": Case("fuse", "warn", ("modprobe fuse",), HERE),
+    "no fuse": Case("fuse", "warn", ("-> modprobe fuse",), HERE),
     "old mksquashfs": Case(
         "imgkit sif",
         "warn",
@@ -126,7 +126,7 @@ CASES = {
     "runtime beside a broken mksquashfs": Case(
         "imgkit sif",
         "warn",
-        ("singularity-ce 4.1.0 builds the file", "no -tar", "version 4.4"),
+        ("^singularity-ce 4.1.0 builds the file", "no -tar", "version 4.4"),
         {**HERE, "bin/mksquashfs": BROKEN},
     ),
     "broken mksquashfs": Case("imgkit sif", "fail", (), {"bin/mksquashfs": BROKEN}),
@@ -138,10 +138,10 @@ CASES = {
     ),
     "emulator": Case("emulation", "ok", (), {}, {"qemu": "enabled\ninterpreter /q\nflags: F"}, OLIVIA),
     "no fixed interpreter": Case(
-        "emulation", "warn", ("--install arm64",), {}, {"qemu": "enabled\nflags: "}, OLIVIA
+        "emulation", "warn", ("-> --install arm64",), {}, {"qemu": "enabled\nflags: "}, OLIVIA
     ),
     "disabled emulator": Case(
-        "emulation", "warn", ("--install arm64",), {}, {"qemu": "disabled\nflags: F"}, OLIVIA
+        "emulation", "warn", ("-> --install arm64",), {}, {"qemu": "disabled\nflags: F"}, OLIVIA
     ),
 }
 for folder in ("bin", LIBEXEC, "libexec/apptainer/bin", "utils/bin", "x86_64/utils/bin"):
@@ -153,12 +153,13 @@ for folder in ("bin", LIBEXEC, "libexec/apptainer/bin", "utils/bin", "x86_64/uti
     )
 for version, verdict in (
     ("singularity version 3.7.4", "warn"),
+    ("singularity-ce version 4.1.0", "ok"),
     ("singularity version 3.8.0", "ok"),
     ("singularitypro version 3.11-2", "ok"),
     ("apptainer version 1.0.0", "ok"),
 ):
-    text = f"{version.replace(' version', '')} at {{}}/bin/singularity, "
-    texts = (text, "3.8") if verdict == "warn" else (text,)
+    text = f"^{version.replace(' version', '')} at {{}}/bin/singularity, "
+    texts = (text, "-> 3.8") if verdict == "warn" else (text,)
     CASES[version] = Case("singularity", verdict, texts, {"bin/singularity": f'echo "{version}"'})
 
 
@@ -170,7 +171,8 @@ def test_machine_is_judged_by_what_it_has(programs, root, case):
     check = look(case.target, machine=root(**case.files))[case.check]
     assert check.verdict == case.verdict
     for text in case.texts:
-        assert text.format(prefix) in f"{check.found}\n{check.hint}"
+        advice = text.removeprefix("-> ")
+        assert advice.format(prefix) in (f"^{check.found}" if advice == text else check.hint)
 
 
 def test_root_needs_no_namespaces(runtime, root):

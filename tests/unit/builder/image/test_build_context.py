@@ -131,6 +131,13 @@ def test_labels_of_the_base_are_not_inherited(make_recipe, locked, lock_digest):
     assert labels["org.opencontainers.image.revision"] == ""
 
 
+def test_ignore_of_the_recipe_decides(pack_code, code):
+    files = ("data/x.bin", "pkg/data/y.bin", "keep.csv", "drop.csv", "data.txt", ".git/HEAD")
+    write_files(code, dict.fromkeys(files, ""))
+    copied = names(pack_code(ignore=("/data/", "*.csv", "!keep.csv")), "copy/0/")
+    assert " ".join(copied) == "data.txt keep.csv pkg pkg/a b.py pkg/data pkg/data/y.bin run.sh"
+
+
 def test_single_file_keeps_its_name(pack_code, code):
     assert names(pack_code(source=code / "run.sh"), "copy/0/") == ["run.sh"]
 
@@ -344,6 +351,8 @@ def test_revision_of_a_repository(tmp_path):
     assert context.git_revision(tmp_path / "venv") == ""  # git tracks no file of it
     (tmp_path / "mine.yaml").write_text("y")
     assert context.git_revision(tmp_path) == f"{clean}-dirty"
+    write_files(tmp_path, {"new/mine.yaml": "x"})
+    assert context.git_revision(tmp_path / "new") == ""
 
 
 # ---- build secrets

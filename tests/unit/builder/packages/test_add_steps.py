@@ -144,7 +144,7 @@ def test_failure_of_pip_leaves_nothing(there, wheels, add_there):
         (
             "FATAL: the image has an architecture (arm64) that could not run on the host (amd64)",
             "another processor",
-            "srun --nodes 1 --ntasks 1 imgkit add lib --image {}/x.sif",
+            "srun --nodes 1 --ntasks 1 imgkit add lib --image {}/x.sif\n",
         ),
         ('FATAL: "python3": executable file not found in $PATH', "the image has no python3", "another image"),
         ("OSError: [Errno 28] No space left on device", "is full", "-o FILE on a larger disk"),
@@ -155,7 +155,7 @@ def test_image_that_does_not_start_is_explained(there, fake_program, add_there, 
     fake_program("singularity", f"echo '{printed}'; exit 255")
     with pytest.raises((UsageError, ToolFailed), match=message) as caught:
         add_there()
-    assert hint.format(there) in (caught.value.hint or "")
+    assert hint.format(there) in f"{caught.value.hint}\n"
     assert [path.name for path in there.iterdir()] == ["x.sif"]
 
 

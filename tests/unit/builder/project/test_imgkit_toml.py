@@ -100,7 +100,7 @@ def plan(call: Any) -> Callable[..., tuple[dict[str, str], str]]:
 
     def run(*args: str, on: Sequence[str] = ("--on", "here")) -> tuple[dict[str, str], str]:
         code, out, err = call("run", *on, "--dry-run", "-v", "--json", *args)
-        messages = [line for line in err.splitlines() if line.startswith("imgkit: ")]
+        messages = [line for line in err.splitlines() if not line.startswith('{"event":')]
         remote_messages = [] if on else ["imgkit: /imgkit stands for the folder on mn5"]
         assert (code, messages) == (0, ["imgkit: values from imgkit.toml", *remote_messages])
         data = json.loads(out)

@@ -27,6 +27,7 @@ GOLDEN = Path(__file__).resolve().parents[3] / "golden/recipes"
 PLATFORM = "linux/amd64"
 FILE = Path("mine.lock")
 DIGEST = "sha256:" + "5" * 64
+NOT_UTF_8 = "'utf-8' codec can't decode byte 0xff in position 0: invalid start byte"
 DEB = locked_deb("tree", "2.1.0-1", size_bytes=52000)
 PACKAGES = locked_platform(
     request=LockRequest(
@@ -76,7 +77,7 @@ def test_digest_in_name_of_base_stays():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\xff\xfe", "the lock cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        (b"\xff\xfe", f"the lock cannot be read: {NOT_UTF_8}"),
         (b"a = " + b"[" * 5000 + b"]" * 5000, "it is not TOML: its brackets are nested too deeply"),
     ],
     ids=["no text", "deep"],
@@ -85,7 +86,7 @@ def test_unreadable_lock_is_refused(tmp_path, content, message):
     (tmp_path / FILE).write_bytes(content)
     with pytest.raises(UsageError) as caught:
         lock_file.read_lock(tmp_path / FILE)
-    assert caught.value.what.startswith(message)
+    assert caught.value.what == message
 
 
 def test_lock_lies_beside_its_recipe(write, tmp_path, monkeypatch):

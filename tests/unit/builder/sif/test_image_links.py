@@ -29,35 +29,40 @@ def refuse_links(folder: Path, *layers: Sequence[TarMember]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "path"),
+    ("layers", "found"),
     [
-        ([[("etc", LINK, "/home/me")]], "/etc"),
-        ([[("./etc", LINK, "/home/me")]], "/etc"),
-        ([[("etc", LINK, "../../../home/me")]], "/etc"),
-        ([[("etc", LINK, "usr/etc"), ("usr/", DIR, ""), ("usr/etc", LINK, "/home/me")]], "/usr/etc"),
-        ([[("dev", LINK, "/dev")]], "/dev"),
-        ([[("proc", LINK, "/proc")]], "/proc"),
-        ([[("var", LINK, "/home/me")]], "/var"),
-        ([[(".singularity.d", LINK, "/home/me")]], "/.singularity.d"),
-        ([[(".singularity.d", LINK, "usr")]], "/.singularity.d"),
-        ([[(".singularity.d/env", LINK, "/home/me")]], "/.singularity.d/env"),
-        ([[(".singularity.d/labels.json", LINK, "/home/me/x")]], "/.singularity.d/labels.json"),
+        ([[("etc", LINK, "/home/me")]], "/etc -> /home/me"),
+        ([[("./etc", LINK, "/home/me")]], "/etc -> /home/me"),
+        ([[("etc", LINK, "../../../home/me")]], "/etc -> ../../../home/me"),
+        (
+            [[("etc", LINK, "usr/etc"), ("usr/", DIR, ""), ("usr/etc", LINK, "/home/me")]],
+            "/usr/etc -> /home/me",
+        ),
+        ([[("dev", LINK, "/dev")]], "/dev -> /dev"),
+        ([[("proc", LINK, "/proc")]], "/proc -> /proc"),
+        ([[("var", LINK, "/home/me")]], "/var -> /home/me"),
+        ([[(".singularity.d", LINK, "/home/me")]], "/.singularity.d -> /home/me"),
+        ([[(".singularity.d", LINK, "usr")]], "/.singularity.d -> usr"),
+        ([[(".singularity.d/env", LINK, "/home/me")]], "/.singularity.d/env -> /home/me"),
+        ([[(".singularity.d/labels.json", LINK, "/home/me/x")]], "/.singularity.d/labels.json -> /home/me/x"),
         ([[(".singularity.d/runscript", FIFO, "")]], "/.singularity.d/runscript"),
-        ([[ETC, ("etc/hosts", LINK, "/home/me/new")]], "/etc/hosts"),
-        ([[ETC, ("etc/resolv.conf", LINK, "/home/me/.profile")]], "/etc/resolv.conf"),
+        ([[ETC, ("etc/hosts", LINK, "/home/me/new")]], "/etc/hosts -> /home/me/new"),
+        ([[ETC, ("etc/resolv.conf", LINK, "/home/me/.profile")]], "/etc/resolv.conf -> /home/me/.profile"),
         ([[ETC, ("etc/hosts", FIFO, "")]], "/etc/hosts"),
-        ([[ETC, ("x", LINK, "/home/me/new"), ("etc/hosts", HARD, "x")]], "/etc/hosts"),
-        ([[ETC, ("x", LINK, "etc")], [("x/hosts", LINK, "/home/me/new")]], "/etc/hosts"),
-        ([[("x", LINK, "/")], [("x/etc", LINK, "/home/me")]], "/etc"),
-        ([[("etc", LINK, "/home/me")], [("etc/passwd", FILE, "")]], "/etc"),
-        ([[("etc", LINK, "a"), ("a", LINK, "etc")]], "/a"),
-        ([[("etc", LINK, "/a"), ("a", LINK, "/etc/x")]], "/etc"),
+        ([[ETC, ("x", LINK, "/home/me/new"), ("etc/hosts", HARD, "x")]], "/etc/hosts -> /home/me/new"),
+        ([[ETC, ("x", LINK, "etc")], [("x/hosts", LINK, "/home/me/new")]], "/etc/hosts -> /home/me/new"),
+        ([[("x", LINK, "/")], [("x/etc", LINK, "/home/me")]], "/etc -> /home/me"),
+        ([[("etc", LINK, "/home/me")], [("etc/passwd", FILE, "")]], "/etc -> /home/me"),
+        ([[("etc", LINK, "a"), ("a", LINK, "etc")]], "/a -> etc"),
+        ([[("etc", LINK, "/a"), ("a", LINK, "/etc/x")]], "/etc -> /a"),
     ],
 )
-def test_link_to_this_machine_refused(tmp_path, layers, path):
+def test_link_to_this_machine_refused(tmp_path, layers, found):
     with refused(CheckFailed, where="hostile:1") as caught:
         refuse_links(tmp_path, *layers)
-    assert caught.value.what.startswith(f"{path} in the image is ")
+    path, _, target = found.partition(" -> ")
+    kind = f"a link to {target!r}" if target else "a FIFO"
+    assert caught.value.what.startswith(f"{path} in the image is {kind}, and the runtime ")
 
 
 @pytest.mark.parametrize(
