@@ -22,6 +22,7 @@ DANGERS = {
     ),
     "gid of version 1": ("roce_pod", {"NCCL_IB_GID_INDEX": "8"}, "is RoCE v1"),
     "gid that is link-local": ("roce_single_v2", {"NCCL_IB_GID_INDEX": "0"}, "is link-local"),
+    "gid of another address": ("roce_idx10", {"NCCL_IB_GID_INDEX": "10"}, "mlx5_bond_0:1 needs 2"),
     "gid of one nic only": ("roce_two_nics_diff", {"NCCL_IB_GID_INDEX": "3"}, "mlx5_1:1 needs 5"),
     "gid that is text": ("roce_pod", {"NCCL_IB_GID_INDEX": "RoCE v2"}, "NCCL silently reads 0"),
     "gid of two lines": ("roce_pod", {"NCCL_IB_GID_INDEX": "7\n9"}, "NCCL silently reads 7"),
@@ -116,3 +117,15 @@ def test_recipes_values_are_checked_too(machine):
     system = SystemFacts(env={"FI_PROVIDER": "efa"})
     plan = fabric.choose_fabric(machine("cxi4"), system, {}, nnodes=2)
     assert any("FI_PROVIDER='efa' (from the recipe)" in str(text) for text in plan.warnings)
+
+
+@pytest.mark.parametrize(
+    ("value", "ambiguous"),
+    [("mlx5_1", ["mlx5_1"]), ("mlx5_1:1", ["mlx5_1"]), ("=mlx5_1", []), ("^mlx5_1", []), ("mlx5", [])],
+)
+def test_name_that_is_a_prefix_of_another_device_is_ambiguous(machine, value, ambiguous):
+    port = machine("ib4_ndr200").rdma[0].ports[0]
+    used = [replace(port, device="mlx5_1"), replace(port, device="mlx5_10")]
+    assert list(lint._ambiguous_prefixes(value, used)) == [
+        (name, ["mlx5_1", "mlx5_10"]) for name in ambiguous
+    ]
