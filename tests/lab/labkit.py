@@ -46,7 +46,14 @@ PYXIS = os.environ.get("IMGKIT_PYXIS", "")
 
 cluster_marks = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
 slurm_marks = [*cluster_marks, pytest.mark.slurm]
-SLURMS = ["trixie", *(pytest.param(release, marks=pytest.mark.soak) for release in ("own", "sid"))]
+
+
+def soak(*values: object) -> list[Any]:
+    """Return values of a parameter that only the soak tries."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+SLURMS = ["trixie", *soak("own", "sid")]
 """Releases of Debian whose Slurm the nodes have; "own" is what this machine has installed."""
 
 
@@ -73,6 +80,14 @@ def run(
 def expect_success(result: Done) -> Done:
     """Return the result of a command, or fail with its messages if it failed."""
     assert result.returncode == 0, result.stderr[-4000:] + result.stdout[-4000:]
+    return result
+
+
+def expect_failure(result: Done, code: int, *messages: str) -> Done:
+    """Return the result of a command, which must fail with `code` and print `messages` as errors."""
+    assert result.returncode == code, result.stderr[-4000:] + result.stdout[-4000:]
+    for message in messages:
+        assert message in result.stderr, result.stderr
     return result
 
 

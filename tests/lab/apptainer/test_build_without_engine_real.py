@@ -17,7 +17,18 @@ from typing import Any
 
 import pytest
 import tiny_image
-from labkit import IMGKIT, docker, imgkit, imgkit_json, output, public_folder, run, until
+from labkit import (
+    IMGKIT,
+    docker,
+    expect_failure,
+    expect_success,
+    imgkit,
+    imgkit_json,
+    output,
+    public_folder,
+    run,
+    until,
+)
 from squashed_files import squashed_files
 
 from imgkit_builder.inventory.collector import SPDX_PATH
@@ -184,8 +195,7 @@ def left(folder: Path) -> list[str]:
 
 
 def test_failed_step_shows_its_last_lines(tiny: Path) -> None:
-    done = build(tiny, "echo https://ana:hunter2pw@x/; echo before; exit 7", "-v")
-    assert done.returncode == 4
+    done = expect_failure(build(tiny, "echo https://ana:hunter2pw@x/; echo before; exit 7", "-v"), 4)
     assert "hunter2pw" not in done.stderr
     shown = done.stderr.partition("failed with exit code")[2]
     assert "https://*************@x/\n" in shown
@@ -201,8 +211,7 @@ def test_failed_step_shows_its_last_lines(tiny: Path) -> None:
 @pytest.mark.soak
 def test_sif_is_a_base(tiny: Path) -> None:
     assert build(tiny, "echo 1 > /one", "-o", "one.sif").returncode == 0
-    done = build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif")
-    assert done.returncode == 0, done.stderr
+    expect_success(build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif"))
     assert output("singularity", "exec", tiny / "two.sif", "/bin/cat", "/one", "/two") == "1\n2\n"
 
 
@@ -219,8 +228,7 @@ def test_little_space_is_named_first(tiny: Path) -> None:
     small.mkdir()
     run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small)
     try:
-        done = build(tiny, "true", "-o", small / "x.sif")
-        assert (done.returncode, "are free, an image of" in done.stderr) == (1, True), done.stderr
+        expect_failure(build(tiny, "true", "-o", small / "x.sif"), 1, "are free, an image of")
         assert left(small) == []
     finally:
         run("umount", small)
@@ -268,9 +276,11 @@ def test_impossible_requests_are_refused(tiny: Path, more: tuple[str, ...], said
 def test_secrets_are_refused_at_their_line(tiny: Path) -> None:
     recipe = TINY.replace("{run}", "{{command: 'true', secrets: [token]}}").format()
     (tiny / "s.yaml").write_text(f"{recipe}\n".replace("run:", "secrets: [{id: token, env: X}]\n  run:"))
-    done = imgkit("build", "./s.yaml", "--with", "apptainer", "--base-from", "tiny.tar", folder=tiny)
-    assert done.returncode == 2
-    assert "s.yaml:4: --with apptainer has no build secrets" in done.stderr
+    expect_failure(
+        imgkit("build", "./s.yaml", "--with", "apptainer", "--base-from", "tiny.tar", folder=tiny),
+        2,
+        "s.yaml:4: --with apptainer has no build secrets",
+    )
 
 
 @pytest.mark.soak
@@ -279,7 +289,5 @@ def test_damaged_base_is_refused(tiny: Path) -> None:
     data = bytearray((tiny / "one.sif").read_bytes())
     data[-len(data) // 2] ^= 1
     (tiny / "one.sif").write_bytes(data)
-    done = build(tiny, "true", "-o", "two.sif", base="one.sif")
-    assert done.returncode == 1
-    assert "the base is damaged" in done.stderr
+    expect_failure(build(tiny, "true", "-o", "two.sif", base="one.sif"), 1, "the base is damaged")
     assert not (tiny / "two.sif").exists()

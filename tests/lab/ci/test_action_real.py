@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
-from labkit import ROOT, run
+from labkit import ROOT, expect_failure, expect_success, run
 
 pytestmark = [pytest.mark.docker]
 
@@ -65,8 +65,7 @@ def test_steps_build_and_convert_a_recipe(runner: Runner, standin_notorch: str) 
     (runner.folder / "work" / recipe).write_text(RECIPE)
     try:
         for step in ACTION["runs"]["steps"]:
-            result = runner.step(step, recipe=recipe, base=standin_notorch)
-            assert result.returncode == 0, (step["name"], result.stdout, result.stderr)
+            expect_success(runner.step(step, recipe=recipe, base=standin_notorch))
     finally:
         run("docker", "rmi", "--force", f"{name}:latest")
     sif = Path((runner.folder / "GITHUB_OUTPUT").read_text().strip().removeprefix("sif="))
@@ -78,9 +77,7 @@ def test_steps_build_and_convert_a_recipe(runner: Runner, standin_notorch: str) 
 def test_recipe_that_is_a_command_is_no_command(runner: Runner) -> None:
     (runner.folder / "GITHUB_PATH").write_text(f"{Path(sys.executable).parent}\n")
     step = next(step for step in ACTION["runs"]["steps"] if step["name"] == "build and test")
-    result = runner.step(step, recipe='$(touch "made")"; touch made #', base="")
-    assert result.returncode == 2
-    assert "no recipe" in result.stderr, result.stderr
+    expect_failure(runner.step(step, recipe='$(touch "made")"; touch made #', base=""), 2, "no recipe")
     assert not (runner.folder / "work/made").exists()
 
 

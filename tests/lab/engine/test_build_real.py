@@ -15,7 +15,7 @@ from typing import Any
 
 import labkit
 import pytest
-from labkit import IMGKIT, docker, imgkit, imgkit_json, until
+from labkit import IMGKIT, docker, expect_failure, imgkit, imgkit_json, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
@@ -158,20 +158,24 @@ def test_new_pip_conflict_keeps_old_tag(write: Callable[..., Path], standin_noto
         "d=$(python3 -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')/broken-1.dist-info; "
         f"mkdir -p $d && printf '{metadata}' > $d/METADATA"
     )
-    bad = imgkit("build", write("conflict", step), "--base", standin_notorch)
-    assert bad.returncode == 1, bad.stderr
-    assert "new conflicts: broken 1 requires absent-package" in bad.stderr
+    expect_failure(
+        imgkit("build", write("conflict", step), "--base", standin_notorch),
+        1,
+        "new conflicts: broken 1 requires absent-package",
+    )
     assert docker("inspect", "--format", "{{.Id}}", f"{PREFIX}-conflict:latest") == good["id"]
 
 
 def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_notorch: str) -> None:
     marker = f"mark-{uuid.uuid4()}"
     file = write("fails", "echo fine", f"echo why-it-failed >&2; exit 7 # {marker}")
-    result = imgkit("build", file, "--base", standin_notorch)
-    assert result.returncode == 4
-    assert f"{file.name}:6: step " in result.stderr
-    assert "\n     why-it-failed\n" in result.stderr
-    assert "returned a non-zero code: 7" in result.stderr
+    expect_failure(
+        imgkit("build", file, "--base", standin_notorch),
+        4,
+        f"{file.name}:6: step ",
+        "\n     why-it-failed\n",
+        "returned a non-zero code: 7",
+    )
     assert not running(marker)
     assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
 
@@ -183,8 +187,9 @@ def test_log_of_a_build_shows_what_check_shows(
     url, stars = "https://ana:hunter2pw@pip.invalid/simple", "https://*************@pip.invalid/simple"
     env = f"  env: {{MY_INDEX: '{url}'}}\n"
     file = write(f"leaks-{builder}", f"echo index {url} $MY_INDEX; DB_PASS=hunter2pw exit 3", extra=env)
-    result = imgkit("build", file, "--base", standin_notorch, "--builder", builder, "--no-cache", "-v")
-    assert result.returncode == 4
+    result = expect_failure(
+        imgkit("build", file, "--base", standin_notorch, "--builder", builder, "--no-cache", "-v"), 4
+    )
     assert [line.strip() for line in result.stderr.splitlines()].count(f"index {stars} {stars}") >= 1
     texts = [path.read_text() for path in (home / "state").rglob("*") if path.is_file()]
     assert any(f"index {stars}" in text for text in texts)
@@ -241,26 +246,22 @@ with connect() as engine:
 
 
 def test_standin_must_be_named(write: Callable[..., Path], standin_notorch: str) -> None:
-    result = imgkit("build", write("standin", base=standin_notorch))
-    assert result.returncode == 2
-    assert f"--base {standin_notorch}" in result.stderr
+    expect_failure(imgkit("build", write("standin", base=standin_notorch)), 2, f"--base {standin_notorch}")
 
 
 def test_other_architecture_is_refused_early(
     write: Callable[..., Path], standin_notorch: str, home: Path
 ) -> None:
     file = write("arch", "true", extra="  platform: linux/arm64\n")
-    result = imgkit("build", file, "--base", standin_notorch)
-    assert result.returncode == 2
-    assert "is linux/amd64, the build is for linux/arm64" in result.stderr
+    expect_failure(
+        imgkit("build", file, "--base", standin_notorch), 2, "is linux/amd64, the build is for linux/arm64"
+    )
     assert not (home / "state" / "imgkit" / "builds").exists()
 
 
 def test_unreachable_registry_is_said(write: Callable[..., Path]) -> None:
     file = write("far")
-    result = imgkit("build", file)
-    assert result.returncode == 4
-    assert f"{file.name}:3: pull registry.invalid/base:1" in result.stderr
+    expect_failure(imgkit("build", file), 4, f"{file.name}:3: pull registry.invalid/base:1")
 
 
 @pytest.mark.qemu

@@ -19,6 +19,8 @@ import tiny_image
 from labkit import (
     PrivateEngine,
     docker,
+    expect_failure,
+    expect_success,
     imgkit,
     imgkit_json,
     locked,
@@ -26,6 +28,7 @@ from labkit import (
     registry,
     run,
     shared_folder,
+    soak,
     verdicts,
 )
 
@@ -76,7 +79,7 @@ def build(file: Path, tag: str, base: str, *args: str) -> dict[str, Any]:
     return imgkit_json("build", file, "--base", base, "--tag", tag, *test, *args)
 
 
-@pytest.fixture(scope="module", params=[BASE, pytest.param("standin", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=[BASE, *soak("standin")])
 def base(request: pytest.FixtureRequest) -> str:
     """The name of the base."""
     return BASE if request.param == BASE else str(request.getfixturevalue("standin"))
@@ -190,8 +193,9 @@ def test_both_ways_have_the_same_files(line: Line) -> None:
 def test_second_build_is_cached(line: Line, base: str) -> None:
     if line.kind in NO_CACHE:
         tag = f"{line.name}-again"
-        result = imgkit("build", line.folder / "line.yaml", "--base", base, "--tag", tag, "--no-test")
-        assert result.returncode == 0
+        result = expect_success(
+            imgkit("build", line.folder / "line.yaml", "--base", base, "--tag", tag, "--no-test")
+        )
         assert "its cache is not used" in result.stderr
         return
     again = build(line.folder / "line.yaml", line.name, base)
@@ -271,8 +275,10 @@ def test_push_to_nobody_is_no_success(line: Line) -> None:
 def test_failing_step_names_its_line(line: Line, base: str) -> None:
     file = line.folder / "fails.yaml"
     file.write_text(f"description: x\nimage:\n  base: {base}\n  run:\n    - echo why >&2; exit 7\n")
-    result = imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails")
-    assert result.returncode == 4
-    assert "fails.yaml:5: step " in result.stderr
-    assert "\n     why\n" in result.stderr
+    expect_failure(
+        imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails"),
+        4,
+        "fails.yaml:5: step ",
+        "\n     why\n",
+    )
     assert imgkit("show", f"{line.name}-fails").returncode == 2

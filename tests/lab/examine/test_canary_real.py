@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from file_tree import write_program
-from labkit import Done, docker, imgkit, output, run
+from labkit import Done, docker, expect_success, imgkit, output, run
 from stored_images import archive
 from tars import tar_of_files
 from tiny_image import BUSYBOX
@@ -129,8 +129,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (folder / "one.tar").write_bytes(archive([], name=lab.name, raw=[first], config=config))
     try:
         docker("load", "--input", folder / "one.tar")
-        result = lab("sif", folder / "one.tar", "-o", lab.sif, "--no-test")
-        assert result.returncode == 0, result.stderr
+        expect_success(lab("sif", folder / "one.tar", "-o", lab.sif, "--no-test"))
         assert lab.executed() == []
         yield lab
     finally:
@@ -165,8 +164,7 @@ RUN = "run --detach --dry-run {} -A x --qos acc_debug --time 10m -- dist-train"
 def test_looking_runs_nothing_of_the_image(lab: Lab, line: str) -> None:
     since = docker("info", "--format", "{{.SystemTime}}")
     args = (lab.folder / argument if "." in argument else argument for argument in line.split())
-    result = lab(*(lab.name if argument == "NAME" else argument for argument in args))
-    assert result.returncode == 0, result.stderr
+    expect_success(lab(*(lab.name if argument == "NAME" else argument for argument in args)))
     assert lab.executed() == []
     assert started(lab, since) == ""
 
@@ -191,8 +189,7 @@ def test_a_test_of_an_image_in_the_engine_reaches_nothing(lab: Lab) -> None:
 
 @pytest.mark.parametrize(("host", "marks"), [((), False), (("--host",), True)])
 def test_a_shell_sees_the_home_folder_only_if_told(lab: Lab, host: tuple[str, ...], marks: bool) -> None:
-    result = lab("shell", lab.sif, *host, "--dry-run")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(lab("shell", lab.sif, *host, "--dry-run"))
     argv = shlex.split(result.stdout)
     argv[argv.index("shell")] = "exec"
     lab.run(*argv, "cat", "/dev/null")

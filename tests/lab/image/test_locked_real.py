@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import docker, host_address, imgkit, imgkit_json
+from labkit import docker, expect_failure, expect_success, host_address, imgkit, imgkit_json
 from package_index import file_sha256, serve_folder, write_links, write_wheel
 
 from imgkit_builder.recipe import lock_file
@@ -171,17 +171,18 @@ def test_kept_files_need_no_network(recipe: Path, site: Site, base: str) -> None
         lock_files.mkdir()
         for file in (*site.folder.rglob("*_1.5_all.deb"), *site.folder.rglob("*.whl")):
             (lock_files / file.name).write_bytes(file.read_bytes())
-        result = imgkit("build", recipe, "--base", cut, "--no-test")
-        assert result.returncode == 0, result.stderr
+        result = expect_success(imgkit("build", recipe, "--base", cut, "--no-test"))
         assert "3 of them kept here" in result.stderr
         assert in_image("id -nu imgkit-test-needed; ls /opt/imgkit | grep locked || :") == [
             "imgkit-test-needed"
         ]
         with next(lock_files.glob("*.whl")).open("ab") as file:
             file.write(b"x")
-        result = imgkit("build", recipe, "--base", cut, "--no-test", "--no-cache")
-        assert result.returncode == 1
-        assert "imgkit_test_wheel-1.5-py3-none-any.whl: its sha256 is" in result.stderr
+        expect_failure(
+            imgkit("build", recipe, "--base", cut, "--no-test", "--no-cache"),
+            1,
+            "imgkit_test_wheel-1.5-py3-none-any.whl: its sha256 is",
+        )
     finally:
         docker("image", "rm", "--force", cut)
 
@@ -191,15 +192,19 @@ def test_vanished_or_other_package_is_named_with_its_line(recipe: Path, site: Si
     part = locked(recipe, site, base)
     first, second = part.apt
     write(recipe, dataclasses.replace(part, apt=(first, dataclasses.replace(second, sha256="0" * 64))))
-    result = imgkit("build", recipe, "--base", base, "--no-test")
-    assert result.returncode == 4
-    assert f"{NAME}.yaml:4: step " in result.stderr
-    assert "snapshot service: imgkit-test-user_1.5_all.deb" in result.stderr
-    assert f"imgkit lock {NAME}.yaml --keep-files" in result.stderr
-    assert f"imgkit lock {NAME}.yaml --upgrade" in result.stderr
+    expect_failure(
+        imgkit("build", recipe, "--base", base, "--no-test"),
+        4,
+        f"{NAME}.yaml:4: step ",
+        "snapshot service: imgkit-test-user_1.5_all.deb",
+        f"imgkit lock {NAME}.yaml --keep-files",
+        f"imgkit lock {NAME}.yaml --upgrade",
+    )
     write(recipe, dataclasses.replace(part, pip=(dataclasses.replace(part.pip[0], sha256="0" * 64),)))
-    result = imgkit("build", recipe, "--base", base, "--no-test")
-    assert result.returncode == 4
-    assert f"{NAME}.yaml:6: step " in result.stderr
-    assert "DO NOT MATCH THE HASHES" in result.stderr
+    expect_failure(
+        imgkit("build", recipe, "--base", base, "--no-test"),
+        4,
+        f"{NAME}.yaml:6: step ",
+        "DO NOT MATCH THE HASHES",
+    )
     assert docker("image", "ls", "--quiet", TAG) == ""

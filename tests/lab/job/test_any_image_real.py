@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import site_images
-from labkit import IMGKIT, ROOT, Done, SlurmSite, expect_success, run, slurm_marks
+from labkit import IMGKIT, ROOT, Done, SlurmSite, expect_failure, expect_success, run, slurm_marks, soak
 from remotekit import FarSite, far_host, login_node
 
 from imgkit_entrypoints import __version__
@@ -73,7 +73,7 @@ def site(standin: str, request: pytest.FixtureRequest) -> Iterator[Site]:
 
 @pytest.mark.parametrize(
     "name",
-    ["debian", *(pytest.param(name, marks=pytest.mark.soak) for name in ("venv", "conda", "venv.sqsh"))],
+    ["debian", *soak("venv", "conda", "venv.sqsh")],
 )
 def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> None:
     job = site.submit(name, "--", *COUNT, "60")
@@ -90,9 +90,7 @@ def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> N
     assert (site.folder / f"runs/mn5-{job}").is_dir()
 
 
-@pytest.mark.parametrize(
-    "name", ["debian.sqsh", *(pytest.param(name, marks=pytest.mark.soak) for name in ("debian", "venv"))]
-)
+@pytest.mark.parametrize("name", ["debian.sqsh", *soak("debian", "venv")])
 def test_node_without_a_mounted_folder_is_named(site: Site, name: str) -> None:
     mounted = Path("/run/imgkit-only-node1")  # each node has a /run of its own
     expect_success(site("exec", "node1", "--", "mkdir", "-p", mounted))
@@ -113,7 +111,7 @@ system: {scheduler: slurm, runtime: {kind: pyxis}, node: {gpus: 0, cpus: 2}}
     "program",
     [
         pytest.param("singularity", marks=pytest.mark.singularity),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("apptainer", "enroot")),
+        *soak("apptainer", "enroot"),
     ],
 )
 def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(
@@ -133,13 +131,17 @@ def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(
     result = expect_success(run(*argv, "--", "dist-hello", folder=site.folder, env=env))
     assert f"/imgkit_entrypoints:/{site_images.SYSTEM}/imgkit_entrypoints:ro," in result.stdout
     assert "/usr/bin/python3 -I -m imgkit_entrypoints dist-hello" in result.stdout
-    refused = run(*argv, "--python", "/opt/none", "--", "dist-hello", folder=site.folder, env=env)
-    assert refused.returncode == 2
-    assert "found no Python in it: no program /opt/none" in refused.stderr
+    expect_failure(
+        run(*argv, "--python", "/opt/none", "--", "dist-hello", folder=site.folder, env=env),
+        2,
+        "found no Python in it: no program /opt/none",
+    )
     (tmp_path / program).unlink()
-    without_starter = run(*argv, "--python", "python3", "--", "dist-hello", folder=site.folder, env=env)
-    assert without_starter.returncode == 3
-    assert "nothing here starts a .sqsh" in without_starter.stderr
+    expect_failure(
+        run(*argv, "--python", "python3", "--", "dist-hello", folder=site.folder, env=env),
+        3,
+        "nothing here starts a .sqsh",
+    )
 
 
 def test_image_that_changed_after_the_submission_is_not_started(site: Site) -> None:
@@ -187,9 +189,7 @@ def test_image_that_a_remote_has_runs_without_a_build(site: Site, far: FarSite) 
     assert "finished at 5" in result.stdout
     assert "images" not in result.stderr
     assert list((far.store / "images").iterdir()) == []
-    refused = far.imgkit(*args, "--", *count)
-    assert refused.returncode == 2
-    assert "found no Python in it: no program python3" in refused.stderr
+    expect_failure(far.imgkit(*args, "--", *count), 2, "found no Python in it: no program python3")
     absent = far.imgkit("run", "--on", "far", "--image", "/none.sif", "--time", "5m", "--", *count)
     assert "/none.sif does not exist or cannot be read on the remote" in absent.stderr
 
@@ -200,10 +200,12 @@ def test_sqsh_that_a_remote_has_runs(site: Site, far: FarSite) -> None:
     args = ("run", "--on", "far", "--image", site.folder / "venv.sqsh", *CHOICES["venv"], "--time", "5m")
     result = expect_success(far.imgkit(*args, "--nodes", "2", "--", "dist-hello", *ONE))
     assert "all_reduce of ones: 2" in result.stdout
-    refused = far.imgkit("run", site.folder / "venv.sqsh", "--on", "far", "--", "dist-hello")
-    assert refused.returncode == 2
-    assert "imgkit run sends a .sif, and this is a .sqsh" in refused.stderr
-    assert "--image PATH" in refused.stderr
+    expect_failure(
+        far.imgkit("run", site.folder / "venv.sqsh", "--on", "far", "--", "dist-hello"),
+        2,
+        "imgkit run sends a .sif, and this is a .sqsh",
+        "--image PATH",
+    )
 
 
 @pytest.mark.soak

@@ -14,7 +14,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import AS_ROOT, IMGKIT, LOOK, LOOKED, TOKEN, Cluster, Done, cluster_marks, expect_success, until
+from labkit import (
+    AS_ROOT,
+    IMGKIT,
+    LOOK,
+    LOOKED,
+    TOKEN,
+    Cluster,
+    Done,
+    cluster_marks,
+    expect_failure,
+    expect_success,
+    soak,
+    until,
+)
 
 FORMS = {"launcher": (), "direct": ("--mpi-start", "ranks"), "ssh": ("--mpi-start", "ssh")}
 HOSTS = ("--hosts", "node1,node2")
@@ -99,7 +112,7 @@ class Nodes(Cluster):
         until(lambda: not self.processes(), describe=lambda: "\n".join(self.processes()))
 
 
-TRIXIE = pytest.param("trixie", marks=pytest.mark.soak)
+(TRIXIE,) = soak("trixie")
 """Debian trixie's launchers: Open MPI 5 and MPICH."""
 
 
@@ -114,9 +127,7 @@ def cluster(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
         nodes.down()
 
 
-@pytest.mark.parametrize(
-    "form", ["launcher", *(pytest.param(form, marks=pytest.mark.soak) for form in ("direct", "ssh"))]
-)
+@pytest.mark.parametrize("form", ["launcher", *soak("direct", "ssh")])
 def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
     result = expect_success(cluster.on("login", *cluster.job("run", *FORMS[form], command=("dist-hello",))))
     assert "all_reduce of ones: 4" in result.stdout
@@ -125,7 +136,7 @@ def test_hello_connects_all_ranks(cluster: Nodes, form: str) -> None:
     cluster.emptied()
 
 
-@pytest.mark.parametrize("form", [pytest.param("launcher", marks=pytest.mark.soak), "ssh"])
+@pytest.mark.parametrize("form", [*soak("launcher"), "ssh"])
 def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
     shutil.copy(LOOK, cluster.folder)
     secret = cluster.folder / "by hand"
@@ -144,7 +155,7 @@ def test_no_text_of_a_job_holds_its_secrets(cluster: Nodes, form: str) -> None:
     assert TOKEN not in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("form", ["direct", pytest.param("ssh", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", ["direct", *soak("ssh")])
 def test_tutorial_programs_run_unchanged(cluster: Nodes, form: str) -> None:
     text, command, nproc = TUTORIAL, ["python3"], 1
     if form == "ssh":
@@ -176,21 +187,24 @@ def test_printed_lines_of_torch_s_launcher_run(cluster: Nodes) -> None:
     assert "all_reduce of ones: 2" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("form", ["launcher", "ssh", pytest.param("direct", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", ["launcher", "ssh", *soak("direct")])
 def test_host_without_a_mounted_folder_is_named(cluster: Nodes, form: str) -> None:
     folder = "/run/imgkit only here"  # each node has a /run of its own
     assert cluster.on("node1", "mkdir", "-p", folder).returncode == 0
-    result = cluster.on("login", *cluster.job("run", *FORMS[form], "--bind", folder, command=("true",)))
-    assert result.returncode == 2, result.stderr
+    result = expect_failure(
+        cluster.on("login", *cluster.job("run", *FORMS[form], "--bind", folder, command=("true",))), 2
+    )
     output = result.stdout + result.stderr
     assert f"imgkit: node node2 has no {folder}, which the job mounts (--bind, " in output, output
     assert "node1 has no" not in output
 
 
 def test_other_order_than_mpirun_s_is_refused(cluster: Nodes) -> None:
-    result = cluster.on("node2", *cluster.job("run", command=("dist-hello",)))
-    assert result.returncode == 2
-    assert "this is node2: mpirun gives rank 0 to its own host" in result.stderr
+    expect_failure(
+        cluster.on("node2", *cluster.job("run", command=("dist-hello",))),
+        2,
+        "this is node2: mpirun gives rank 0 to its own host",
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -219,8 +233,7 @@ def test_end_of_the_fan_out_empties_the_nodes(cluster: Nodes, number: signal.Sig
 def test_hydra_without_a_head_is_refused_and_its_hint_works(cluster: Nodes) -> None:
     start = ("mpiexec.hydra", "-hosts", "node1,node2", "-n", "2", "-ppn", "1", "-bind-to", "none")
     run = ("singularity", "exec", cluster.sif, "dist-hello", "--device", "cpu", "--nproc", "2")
-    refused = cluster.on("login", *start, *run)
-    assert refused.returncode == 5, refused.stdout + refused.stderr
+    refused = expect_failure(cluster.on("login", *start, *run), 5)
     assert "-genv IMGKIT_HEAD HOST" in refused.stdout + refused.stderr
     result = expect_success(cluster.on("login", *start, "-genv", "IMGKIT_HEAD", "node1", *run))
     assert "all_reduce of ones: 4" in result.stdout

@@ -26,6 +26,7 @@ from labkit import (
     expect_success,
     output,
     slurm_marks,
+    soak,
     until,
 )
 
@@ -483,9 +484,7 @@ def with_a_spare(site: Site, *command: str, works: str = "starts at 0", options:
     return job
 
 
-@pytest.mark.parametrize(
-    "how", ["kill", *(pytest.param(how, marks=pytest.mark.soak) for how in ("cut", "crash"))]
-)
+@pytest.mark.parametrize("how", ["kill", *soak("cut", "crash")])
 def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
     write_files(site.folder / "spared code", {"attempts.py": STUB})
     code = ("--code", "spared code")

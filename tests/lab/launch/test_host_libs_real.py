@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, ROOT, Done, public_folder, run
+from labkit import IMGKIT, ROOT, Done, expect_failure, expect_success, public_folder, run
 
 from imgkit_entrypoints.facts import host_libs
 
@@ -121,16 +121,14 @@ def test_job_loads_what_fits_of_its_host(mn5_sif: Path, node: Node) -> None:
     recipe.write_text(RECIPE.replace("FOLDER", str(node.folder)))
     command = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
     job = ("run", recipe, "--image", mn5_sif, "--gpus", "0", "--no-code", "--", *command)
-    result = run(*IMGKIT, *job, folder=node.folder)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(run(*IMGKIT, *job, folder=node.folder))
     assert "NCCL would get 42" in result.stdout
     # One node without GPUs uses no network, so its start announces no library.
     assert "libcxi" not in result.stderr
 
 
 def test_dry_run_names_the_library_that_fits(mn5_sif: Path, node: Node) -> None:
-    result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu"))
     assert re.search(r"libcxi\.so\.1 +\S+/libcxi\.so\.1 +the host's; it needs GLIBC_2", result.stdout), (
         result.stdout
     )
@@ -145,8 +143,7 @@ def test_doctor_loads_what_fits(mn5_sif: Path, node: Node) -> None:
 
 
 def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif: Path, node: Node) -> None:
-    result = node.inside(mn5_sif, "newer", "dist-env", "--dry-run", "--device", "cpu")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(node.inside(mn5_sif, "newer", "dist-env", "--dry-run", "--device", "cpu"))
     refusal = re.search(
         r"libcxi.so.1 needs GLIBC_(\S+), the image has (2\.\d+) \(/\S*libc.so.6\)", result.stdout
     )
@@ -163,8 +160,9 @@ def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif: Path, node: Node) -
 
 def test_user_declines_the_hosts_libraries(mn5_sif: Path, node: Node) -> None:
     env = ["IMGKIT_HOST_LIBS=none"]
-    result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu", env=env)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(
+        node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu", env=env)
+    )
     assert "libcxi" not in result.stdout
 
 
@@ -176,10 +174,12 @@ def test_folder_of_somebody_else_is_not_used(mn5_sif: Path, node: Node) -> None:
     (folder / "libcxi.so.1").symlink_to("/home/stranger/libcxi.so.1")
     try:
         command = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
-        result = node.inside(mn5_sif, "older", *command)
-        assert result.returncode == 2, result.stdout + result.stderr
-        assert f"{folder}: cannot be used: it holds something else" in result.stderr
-        assert f"rm -r {folder}" in result.stderr
+        expect_failure(
+            node.inside(mn5_sif, "older", *command),
+            2,
+            f"{folder}: cannot be used: it holds something else",
+            f"rm -r {folder}",
+        )
     finally:
         shutil.rmtree(folder)
 
@@ -218,8 +218,7 @@ def test_newer_image_loads_both(node: Node, tmp_path: Path, host: str) -> None:
     python = Path(sys.executable).resolve()
     argv = (python, "-c", DECIDES, entrypoints, node.folder / "load.py")
     mounts = (option for bind in bound for option in ("--bind", bind))
-    result = run("apptainer", "--quiet", "exec", *env, *mounts, root, *argv, folder="/")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(run("apptainer", "--quiet", "exec", *env, *mounts, root, *argv, folder="/"))
     assert re.match(r"the host's; it needs GLIBC_2\S+, the image has 2\.\d+ \(/\S*libc", result.stdout), (
         result.stdout
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import Done, public_folder, run
+from labkit import Done, expect_failure, expect_success, public_folder, run
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 
@@ -50,8 +50,7 @@ def inside(
 
 
 def test_hello_connects_all_ranks(mn5_sif: Path, hostile: Path) -> None:
-    result = inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2"))
     assert "all_reduce of ones: 2" in result.stdout
     assert len(re.findall(r": +\d  \S+ +cpu, 1 threads ", result.stdout)) == 2, result.stdout
 
@@ -62,14 +61,12 @@ def test_nothing_of_the_host_is_needed(mn5_sif: Path, hostile: Path, user: str) 
     as_user = ("runuser", "-u", user, "--") if os.geteuid() == 0 else ()
     command = ("dist-hello", "--device", "cpu", "--nproc", "2")
     assert inside(mn5_sif, hostile, "touch", "/tmp/x", as_user=as_user, options=options).returncode == 1
-    result = inside(mn5_sif, hostile, *command, as_user=as_user, options=options)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(inside(mn5_sif, hostile, *command, as_user=as_user, options=options))
     assert "all_reduce of ones: 2" in result.stdout
 
 
 def test_found_facts_are_json(mn5_sif: Path, hostile: Path, as_user: tuple[str, ...]) -> None:
-    result = inside(mn5_sif, hostile, "dist-env", "--json", as_user=as_user)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(inside(mn5_sif, hostile, "dist-env", "--json", as_user=as_user))
     report = json.loads(result.stdout)
     assert report["host"]["arch"] == os.uname().machine
     assert report["host"]["cpus"] == len(os.sched_getaffinity(0))
@@ -89,8 +86,7 @@ def test_doctor_examines_the_node(mn5_sif: Path, hostile: Path, as_user: tuple[s
 
 
 def test_doctor_runs_a_collective(mn5_sif: Path, hostile: Path) -> None:
-    result = inside(mn5_sif, hostile, "dist-doctor", "--device", "cpu", "--nproc", "2")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = expect_success(inside(mn5_sif, hostile, "dist-doctor", "--device", "cpu", "--nproc", "2"))
     assert "verified on 1 node, 2 ranks" in result.stdout
 
 
@@ -98,10 +94,9 @@ def test_own_program_keeps_its_modules(mn5_sif: Path, tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "helper.py").write_text("said = 'mine'")
     (tmp_path / "main.py").write_text("import helper; print(helper.said)")
-    result = inside(
-        mn5_sif, tmp_path, "dist-run", "--device", "cpu", "--nproc", "1", str(tmp_path / "main.py")
+    result = expect_success(
+        inside(mn5_sif, tmp_path, "dist-run", "--device", "cpu", "--nproc", "1", str(tmp_path / "main.py"))
     )
-    assert result.returncode == 0, result.stderr
     assert "]: mine" in result.stdout
     assert f"PYTHONPATH: {tmp_path} contains another torch, which shadows that of the image" in result.stderr
 
@@ -109,6 +104,5 @@ def test_own_program_keeps_its_modules(mn5_sif: Path, tmp_path: Path) -> None:
 def test_missing_gpus_are_named_by_the_doctor(mn5_sif: Path, hostile: Path) -> None:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has GPUs")
-    result = inside(mn5_sif, hostile, "dist-doctor")
-    assert result.returncode == 1
+    result = expect_failure(inside(mn5_sif, hostile, "dist-doctor"), 1)
     assert re.search(r"^fail +gpus +0 visible .*the recipe says 4 per node\n +-> .*--nv", result.stdout, re.M)

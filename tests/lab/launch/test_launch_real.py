@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from labkit import PACKAGE, PLACE, ROOT
+from labkit import PACKAGE, PLACE, ROOT, soak
 
 NODE = ROOT / "tests/unit/entrypoints/launch/node.py"
 SCENARIO = ROOT / "tests/lab/launch/launch_scenario.py"
@@ -71,8 +71,7 @@ def test_two_nodes_make_one_run(play: Play) -> None:
     [
         "terminate one launcher",
         # Slurm's own USR1 is in tests/lab/job/test_submit_slurm_real.py.
-        pytest.param("SIGUSR1 to every process", marks=pytest.mark.soak),
-        pytest.param("SIGTERM to every process", marks=pytest.mark.soak),
+        *soak("SIGUSR1 to every process", "SIGTERM to every process"),
     ],
 )
 def test_stop_request_saves_on_all_nodes(play: Play, scenario: str) -> None:

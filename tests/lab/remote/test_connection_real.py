@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import tiny_image
 from job_records import submitted_job
-from labkit import IMGKIT, expect_success, ordinary_user, output, public_folder
+from labkit import IMGKIT, expect_failure, expect_success, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
 
 from imgkit_builder.base.progress import Silent
@@ -133,9 +133,11 @@ def test_files_come_and_go_behind_a_banner(
 def test_login_shell_that_runs_nothing_is_named(far: FarHost, tmp_path: Path) -> None:
     with sshd(far, forced=["/bin/echo", "This account is currently not available."]):
         add(far, tmp_path / "x")
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 4
-    assert "runs no command; it printed: This account is currently not available." in result.stderr
+        expect_failure(
+            far.imgkit("doctor", "--on", "mine"),
+            4,
+            "runs no command; it printed: This account is currently not available.",
+        )
 
 
 @pytest.mark.parametrize(
@@ -148,9 +150,7 @@ def test_host_with_another_key_is_refused(far: FarHost, tmp_path: Path, is_known
             far.know(far.folder / "id.pub")
         else:
             (far.folder / "known_hosts").write_text("")
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 4
-    assert hint in result.stderr
+        expect_failure(far.imgkit("doctor", "--on", "mine"), 4, hint)
     assert not (tmp_path / "x").exists()
 
 
@@ -158,10 +158,12 @@ def test_password_is_not_asked_for_without_a_terminal(far: FarHost, tmp_path: Pa
     with sshd(far, "PasswordAuthentication yes"):
         add(far, tmp_path / "x")
         (far.folder / "authorized").write_text("")
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 4
-    assert "Permission denied" in result.stderr
-    assert "in a terminal, where ssh can ask: imgkit doctor --on mine" in result.stderr
+        expect_failure(
+            far.imgkit("doctor", "--on", "mine"),
+            4,
+            "Permission denied",
+            "in a terminal, where ssh can ask: imgkit doctor --on mine",
+        )
 
 
 SECOND_FACTOR = """\
@@ -216,12 +218,11 @@ def test_second_factor_is_asked_once(far: FarHost, tmp_path: Path) -> None:
 def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Path) -> None:
     with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
-        result = far.imgkit("doctor", "--on", "mine")
-        assert result.returncode == 4
-        assert "Permission denied (keyboard-interactive)" in result.stderr
-        assert (
-            "in a terminal, where ssh can ask: imgkit doctor --on mine; then this command again"
-            in result.stderr
+        expect_failure(
+            far.imgkit("doctor", "--on", "mine"),
+            4,
+            "Permission denied (keyboard-interactive)",
+            "in a terminal, where ssh can ask: imgkit doctor --on mine; then this command again",
         )
         assert codes_file.read_text() == ""
         code, seen = at_terminal(far, "doctor", "--on", "mine", answer="wrong")
@@ -232,26 +233,21 @@ def test_second_factor_is_refused_without_a_terminal(far: FarHost, tmp_path: Pat
 def test_host_that_does_not_answer_is_named(far: FarHost, tmp_path: Path) -> None:
     with sshd(far):
         add(far, tmp_path / "x")
-    result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 4
-    assert "mine: ssh to far failed: " in result.stderr
-    assert "Connection refused" in result.stderr
+    expect_failure(far.imgkit("doctor", "--on", "mine"), 4, "mine: ssh to far failed: ", "Connection refused")
 
 
 @pytest.mark.parametrize("folder", ["/proc/imgkit", "/dev/null/x"])
 def test_folder_that_cannot_be_made_fails_the_check(far: FarHost, folder: str) -> None:
     with sshd(far):
         add(far, Path(folder))
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 1
+        result = expect_failure(far.imgkit("doctor", "--on", "mine"), 1)
     assert f"{folder} cannot be used" in result.stdout
 
 
 def test_missing_scheduler_fails_the_check(far: FarHost, tmp_path: Path) -> None:
     with sshd(far):
         add(far, tmp_path / "x", "--recipe", "lambda")
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 1
+        result = expect_failure(far.imgkit("doctor", "--on", "mine"), 1)
     assert "which imgkit run does not support" in result.stdout
 
 
@@ -304,10 +300,12 @@ def test_archive_that_nothing_here_converts_names_the_way_there(far: FarHost, tm
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 23.02.7")):
         add(far, tmp_path / "a b", "--recipe", "mn5")
         job = ("-A", "p1", "--qos", "acc_debug", "--time", "5m", "--", "true")
-        result = far.imgkit("run", "my tiny.tar", "--on", "mine", *job, folder=tmp_path, env=env)
-    assert result.returncode == 3, result.stderr
-    assert "apt install squashfs-tools" in result.stderr
-    assert "and there: imgkit sif 'my tiny.tar' --submit --system RECIPE, then" in result.stderr
+        expect_failure(
+            far.imgkit("run", "my tiny.tar", "--on", "mine", *job, folder=tmp_path, env=env),
+            3,
+            "apt install squashfs-tools",
+            "and there: imgkit sif 'my tiny.tar' --submit --system RECIPE, then",
+        )
     assert not list((tmp_path / "a b/images").iterdir())
 
 

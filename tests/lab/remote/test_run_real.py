@@ -20,7 +20,19 @@ import pytest
 import tiny_image
 from hub_server import TOKEN as HUB_TOKEN
 from hub_server import Hub, serve_hub
-from labkit import IMGKIT, TOKEN, Cluster, Done, expect_success, output, run, slurm_marks, until
+from labkit import (
+    IMGKIT,
+    TOKEN,
+    Cluster,
+    Done,
+    expect_failure,
+    expect_success,
+    output,
+    run,
+    slurm_marks,
+    soak,
+    until,
+)
 from remotekit import FarSite, far_host, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -523,9 +535,9 @@ def test_stopped_run_goes_on_with_the_edited_code(site: Site, code: Path) -> Non
 
 def check_conflict(site: Site, code: Path, job: str, run_folder: Path) -> None:
     """A file that the run and the user have changed is refused, unless the run's code stays."""
-    failed = site.imgkit("resume", job, "--", "sh", "-c", "echo run >> train.py; exit 3")
-    assert failed.returncode == 1
-    assert f"failed with exit code 3; imgkit resume {handle(failed)}; " in failed.stderr
+    resume = ("resume", job, "--", "sh", "-c", "echo run >> train.py; exit 3")
+    failed = expect_failure(site.imgkit(*resume), 1, "failed with exit code 3; imgkit resume ")
+    assert f"imgkit resume {handle(failed)}; " in failed.stderr
     (code / "train.py").write_text("print('third')\n")
     refused = site.imgkit("resume", job)
     where = f"{run_folder}/workspace"
@@ -577,8 +589,7 @@ def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
 
 
 def test_failed_job_fails_the_command(site: Site) -> None:
-    result = site.run("--", "sh", "-c", "echo told; exit 3")
-    assert result.returncode == 1
+    result = expect_failure(site.run("--", "sh", "-c", "echo told; exit 3"), 1)
     assert result.stdout.startswith("told\n")
     assert re.search(r"(\d+@far) failed with exit code 3; imgkit resume \1; imgkit fetch \1\n", result.stderr)
 
@@ -618,8 +629,7 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
     assert entered.returncode == 7
     assert site.imgkit("cancel", number).returncode == 0  # one remote only: its name can be left out
     until(lambda: not site.running(number))
-    logs = site.imgkit("logs", job[1])
-    assert logs.returncode == 1
+    logs = expect_failure(site.imgkit("logs", job[1]), 1)
     assert logs.stdout.startswith("line 1\nline 2\n")
 
 
@@ -792,12 +802,14 @@ def test_refused_run_says_why(site: Site, args: tuple[str, ...], code: int, mess
     "args", [("rcp",), ("cpu", "--runtime", "singularity"), ("lambda", "--hosts", "a,b")]
 )
 def test_system_without_a_queue_is_refused(site: Site, args: tuple[str, ...]) -> None:
-    result = site.imgkit("run", *args, "--on", "far", "--", "dist-hello")
-    assert result.returncode == 2, result.stderr
-    assert "has no queue that takes a .sif over ssh" in result.stderr
+    expect_failure(
+        site.imgkit("run", *args, "--on", "far", "--", "dist-hello"),
+        2,
+        "has no queue that takes a .sif over ssh",
+    )
 
 
-@pytest.mark.parametrize("form", ["archive", pytest.param("folder", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", ["archive", *soak("folder")])
 def test_archive_becomes_a_sif_here_and_runs_there(site: Site, form: str) -> None:
     name = f"arc-{form}"
     tiny_image.write(site.folder / f"{name}.tar", f"{name}:1")
@@ -816,8 +828,7 @@ def test_archive_becomes_a_sif_here_and_runs_there(site: Site, form: str) -> Non
 
 def test_file_that_is_no_archive_is_refused(site: Site) -> None:
     (site.folder / "no.tar").write_bytes(b"x" * 1024)
-    result = site.imgkit("run", "no.tar", "--on", "far", "--time", "5m", "--", "true")
-    assert (result.returncode, "no.tar" in result.stderr) == (1, True), result.stderr
+    expect_failure(site.imgkit("run", "no.tar", "--on", "far", "--time", "5m", "--", "true"), 1, "no.tar")
     assert not (site.folder / "no.sif").exists()
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import small_sif
-from labkit import output, until
+from labkit import output, soak, until
 from notes import Notes
 from remotekit import FarHost, far_host, sshd
 
@@ -192,7 +192,7 @@ def test_basis_of_the_same_size_and_time_is_not_the_file(far: FarHost, tmp_path:
     assert target.read_bytes() == different.read_bytes()
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 26))])
+@pytest.mark.parametrize("seed", [1, *soak(*range(2, 26))])
 def test_cut_of_a_next_version_does_not_lose_the_basis(far: FarHost, tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)  # noqa: S311
     rest = chosen.randbytes(12 * MB)
@@ -222,7 +222,7 @@ def sent_bytes(far: FarHost) -> int:
     return sum(map(int, (far.folder / "limits.passed").read_text().split()))
 
 
-SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 21))]
+SEEDS = [1, *soak(*range(2, 21))]
 
 
 @pytest.fixture
@@ -277,7 +277,7 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(
     assert_only(tmp_path / "s", target)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [1, *soak(*range(2, 6))])
 def test_cut_folder_is_complete_or_absend(far: FarHost, tmp_path: Path, seed: int) -> None:
     folder, home = tmp_path / "my code", tmp_path / "s"
     (folder / "a\nb").mkdir(parents=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import Done, imgkit, imgkit_json, public_folder, run
+from labkit import Done, expect_failure, expect_success, imgkit, imgkit_json, public_folder, run
 
 TAG_ARM64 = f"imgkit-test-line-arm64-{os.getpid()}:latest"
 
@@ -56,10 +56,11 @@ def losses(output: str) -> list[float]:
 
 @pytest.mark.soak  # as an ordinary user: the next one
 def test_training_inside_learns(line: Line) -> None:
-    result = run(
-        "singularity", "exec", line.fast, "dist-train", "--device", "cpu", "--nproc", "2", "--steps", "60"
+    result = expect_success(
+        run(
+            "singularity", "exec", line.fast, "dist-train", "--device", "cpu", "--nproc", "2", "--steps", "60"
+        )
     )
-    assert result.returncode == 0, result.stderr
     values = losses(result.stdout)
     assert values[-1] < values[0] / 100
     assert "2 ranks" in result.stdout
@@ -68,22 +69,19 @@ def test_training_inside_learns(line: Line) -> None:
 @pytest.mark.soak  # an ordinary user's conversion is tested next to it
 def test_ordinary_user_trains_too(line: Line, user: str) -> None:
     argv = ("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "40")
-    result = as_user(user, "singularity", "exec", line.default, *argv)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(as_user(user, "singularity", "exec", line.default, *argv))
     values = losses(result.stdout)
     assert values[-1] < values[0]
 
 
 def test_ordinary_user_runs_the_fast_file(line: Line, user: str) -> None:
-    result = as_user(user, "singularity", "exec", line.fast, "dist-env", "--json")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(as_user(user, "singularity", "exec", line.fast, "dist-env", "--json"))
     assert json.loads(result.stdout)["system"]["scheduler"] == "slurm"
 
 
 def test_torchrun_is_there(line: Line) -> None:
     # Not --version: torchrun of torch 2.13 has no such option and exits with 2.
-    result = run("singularity", "exec", line.default, "torchrun", "--help")
-    assert result.returncode == 0, result.stderr
+    expect_success(run("singularity", "exec", line.default, "torchrun", "--help"))
 
 
 def test_files_verify_and_pass_the_smoke_test(sif: Path) -> None:
@@ -100,9 +98,7 @@ def test_standin_is_told_everywhere(line: Line, mn5_image: str) -> None:
 def test_missing_gpus_are_told_inside(line: Line) -> None:
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has GPUs")
-    result = run("singularity", "exec", line.default, "dist-train", "--steps", "1")
-    assert result.returncode == 5
-    assert "--nv" in result.stderr
+    expect_failure(run("singularity", "exec", line.default, "dist-train", "--steps", "1"), 5, "--nv")
 
 
 def test_root_file_system_is_read_only(line: Line) -> None:
@@ -119,8 +115,7 @@ def test_olivia_is_built_for_arm64(standin_arm64_notorch: str, tmp_path: Path) -
         built = imgkit_json("build", "olivia", "--base", standin_arm64_notorch, "--tag", TAG_ARM64)
         assert built["platform"] == "linux/arm64"
         imgkit_json("sif", TAG_ARM64, "-o", sif)
-        result = run("singularity", "exec", sif, "dist-env", "--json")
-        assert result.returncode == 0, result.stderr
+        result = expect_success(run("singularity", "exec", sif, "dist-env", "--json"))
         assert json.loads(result.stdout)["host"]["arch"] == "aarch64"
     finally:
         run("docker", "rmi", "--force", TAG_ARM64)
@@ -133,8 +128,9 @@ def test_olivia_trains_under_the_emulator(standin_arm64: str, tmp_path: Path) ->
     try:
         imgkit_json("build", "olivia", "--base", standin_arm64, "--tag", TAG_ARM64)
         imgkit_json("sif", TAG_ARM64, "-o", sif)
-        result = run("singularity", "exec", sif, "dist-train", "--device", "cpu", "--steps", "20")
-        assert result.returncode == 0, result.stderr
+        result = expect_success(
+            run("singularity", "exec", sif, "dist-train", "--device", "cpu", "--steps", "20")
+        )
         values = losses(result.stdout)
         assert values[-1] < values[0]
     finally:
@@ -143,7 +139,5 @@ def test_olivia_trains_under_the_emulator(standin_arm64: str, tmp_path: Path) ->
 
 @pytest.mark.qemu
 def test_wrong_architecture_is_refused_before_the_build(standin_notorch: str) -> None:
-    result = imgkit("build", "olivia", "--base", standin_notorch, "--tag", TAG_ARM64)
-    assert result.returncode == 2
-    assert "arm64" in result.stderr
+    expect_failure(imgkit("build", "olivia", "--base", standin_notorch, "--tag", TAG_ARM64), 2, "arm64")
     assert run("docker", "image", "inspect", TAG_ARM64).returncode != 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from file_tree import write_program
-from labkit import PYXIS, imgkit, imgkit_json, output, public_folder, small_disk
+from labkit import PYXIS, imgkit, imgkit_json, output, public_folder, small_disk, soak
 from sample_image import verdicts
 from squashed_files import squashed_files
 from stored_images import archive, busybox_layer, only
@@ -253,7 +253,7 @@ def test_verbs_of_a_sif_refuse_a_sqsh_by_name(
 
 
 @pytest.mark.singularity
-@pytest.mark.parametrize("runtime", ["singularity", pytest.param("apptainer", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("runtime", ["singularity", *soak("apptainer")])
 def test_singularity_starts_it_with_its_variables(
     folder: Path, sqsh: Path, as_user: Sequence[str], runtime: str
 ) -> None:
