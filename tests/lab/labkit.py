@@ -96,17 +96,24 @@ def output(*args: object, **options: Any) -> str:
     return expect_success(run(*args, **options)).stdout
 
 
+def split_line(line: object, *args: object) -> tuple[object, ...]:
+    """Return an argv from its first words on one line and the rest, which may have blanks, one by one."""
+    words = line.split() if isinstance(line, str) else [line]
+    return (*words, *args)
+
+
 def imgkit(*args: object, **options: Any) -> Done:
-    return run(*IMGKIT, *args, **options)
+    """Run imgkit; the first of `args` may be several words."""
+    return run(*IMGKIT, *split_line(*args), **options)
 
 
 def imgkit_json(*args: object, **options: Any) -> dict[str, Any]:
     """Run a verb that must succeed with ``--json``, and return its document."""
-    return json.loads(output(*IMGKIT, *args, "--json", **options))
+    return json.loads(expect_success(imgkit(*args, "--json", **options)).stdout)
 
 
 def docker(*args: object, **options: Any) -> str:
-    return output("docker", *args, **options).strip()
+    return output("docker", *split_line(*args), **options).strip()
 
 
 def inspect_image(name: str) -> dict[str, Any]:
@@ -323,7 +330,8 @@ class Cluster:
     state: Path
 
     def argv(self, *args: object) -> list[str]:
-        return list(map(str, (sys.executable, "-S", LAB / "cluster", "--state", self.state, *args)))
+        command = (sys.executable, "-S", LAB / "cluster", "--state", self.state)
+        return list(map(str, (*command, *split_line(*args))))
 
     def __call__(self, *args: object, timeout_s: float = 240, **options: Any) -> Done:
         return run(*self.argv(*args), timeout_s=timeout_s, **options)
@@ -376,6 +384,10 @@ class SlurmSite(Cluster):
     def until(self, condition: Callable[[], bool], job: str) -> None:
         """Wait until `condition` holds; a failure shows what the job has printed."""
         until(condition, describe=lambda: self.output_of(job))
+
+    def wait_for(self, job: str, text: str, count: int = 1) -> None:
+        """Wait until a job has printed `text` so often."""
+        self.until(lambda: self.output_of(job).count(text) >= count, job)
 
     def wait_for_end(self, job: str) -> str:
         """Return all that a job prints."""

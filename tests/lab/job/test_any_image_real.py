@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import site_images
 from labkit import IMGKIT, ROOT, Done, SlurmSite, expect_failure, expect_success, run, slurm_marks, soak
-from remotekit import FarSite, far_host, login_node
+from remotekit import FarSite, far_host
 
 from imgkit_entrypoints import __version__
 
@@ -43,7 +43,7 @@ class Site(SlurmSite):
         image = name if "." in name else f"{name}.sif"
         chosen = CHOICES[name.partition(".")[0]]
         options = ("mn5", *SITE, "--image", image, *chosen, *args)
-        return expect_success(self.imgkit("run", "--detach", *options)).stdout.strip()
+        return expect_success(self.imgkit("run --detach", *options)).stdout.strip()
 
     def record(self, job: str) -> str:
         file = self.state / f"XDG_STATE_HOME/imgkit/jobs/{job}.json"
@@ -77,9 +77,9 @@ def site(standin: str, request: pytest.FixtureRequest) -> Iterator[Site]:
 )
 def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> None:
     job = site.submit(name, "--", *COUNT, "60")
-    site.until(lambda: "starts at 0" in site.output_of(job), job)
-    site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.until(lambda: "requeued" in site.output_of(job), job)
+    site.wait_for(job, "starts at 0")
+    site("scancel --batch --signal=USR1", job)  # as --signal=B:USR1@120 does
+    site.wait_for(job, "requeued")
     saved = re.search(r"state saved at step (\d+)", site.output_of(job))
     assert saved, site.output_of(job)
     site.start_again(job)
@@ -93,7 +93,7 @@ def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> N
 @pytest.mark.parametrize("name", ["debian.sqsh", *soak("debian", "venv")])
 def test_node_without_a_mounted_folder_is_named(site: Site, name: str) -> None:
     mounted = Path("/run/imgkit-only-node1")  # each node has a /run of its own
-    expect_success(site("exec", "node1", "--", "mkdir", "-p", mounted))
+    expect_success(site("exec node1 -- mkdir -p", mounted))
     job = site.submit(name, "--bind", mounted, "--", "dist-hello", *ONE)
     output = site.wait_for_end(job)
     assert f"ls: cannot access '{mounted}': No such file or directory" in output, output
@@ -150,7 +150,7 @@ def test_image_that_changed_after_the_submission_is_not_started(site: Site) -> N
     with image.open("ab") as stream:
         stream.write(b"another")
     try:
-        site("scontrol", "release", job)
+        site("scontrol release", job)
         output = site.wait_for_end(job)
     finally:
         os.truncate(image, image.stat().st_size - len(b"another"))
@@ -169,13 +169,8 @@ def far(site: Site) -> Iterator[FarSite]:
     folder = Path(f"/tmp/imgkit-any-far-{os.getpid()}")
     with far_host(folder) as host:
         far_site = FarSite(far=host, cluster=site, folder=folder / "here", store=folder / "store")
-        far_site.folder.mkdir()
-        (far_site.folder / "site.yaml").write_text(RECIPE)
+        far_site.add_remote(RECIPE)
         shutil.copy(ROOT / "examples/save_and_resume.py", far_site.folder)
-        login_node(host, site)
-        expect_success(
-            far_site.imgkit("remote", "add", "far", f"far:{far_site.store}", "--recipe", "./site.yaml")
-        )
         yield far_site
 
 
@@ -190,7 +185,7 @@ def test_image_that_a_remote_has_runs_without_a_build(site: Site, far: FarSite) 
     assert "images" not in result.stderr
     assert list((far.store / "images").iterdir()) == []
     expect_failure(far.imgkit(*args, "--", *count), 2, "found no Python in it: no program python3")
-    absent = far.imgkit("run", "--on", "far", "--image", "/none.sif", "--time", "5m", "--", *count)
+    absent = far.imgkit("run --on far --image /none.sif --time 5m --", *count)
     assert "/none.sif does not exist or cannot be read on the remote" in absent.stderr
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from labkit import IMGKIT, TOKEN, Cluster, expect_success, output, slurm_marks, until
-from remotekit import FarSite, far_host, login_node
+from remotekit import FarSite, far_host, far_marks
 from terminals import Terminal
 
 RECIPE = """\
@@ -20,12 +20,7 @@ system:
   node: {gpus: 0, cpus: 2}
 """
 
-pytestmark = [
-    *slurm_marks,
-    pytest.mark.sshd,
-    pytest.mark.programs("rsync"),
-    pytest.mark.xdist_group("far-shell"),
-]
+pytestmark = [*slurm_marks, *far_marks, pytest.mark.xdist_group("far-shell")]
 
 
 @pytest.fixture(scope="module")
@@ -37,15 +32,11 @@ def site(standin_notorch: str) -> Iterator[FarSite]:
         site = FarSite(far=far, cluster=cluster, folder=folder / "here", store=folder / "my store")
         (site.folder / "code").mkdir(parents=True)
         (site.folder / "code/train.py").write_text("print('the code')\n")
-        (site.folder / "mine.yaml").write_text(RECIPE)
         output("docker", "save", "-o", site.folder / "site.tar", standin_notorch)
-        expect_success(site.imgkit("sif", "site.tar"))
+        expect_success(site.imgkit("sif site.tar"))
         cluster.up(2)
         try:
-            login_node(far, cluster)
-            expect_success(
-                site.imgkit("remote", "add", "far", f"far:{site.store}", "--recipe", "./mine.yaml")
-            )
+            site.add_remote(RECIPE)
             yield site
         finally:
             far.disconnect()
@@ -71,7 +62,7 @@ def cancel_job(site: FarSite, terminal: Terminal) -> None:
 
 
 def queue(site: FarSite) -> str:
-    return site.cluster("squeue", "--noheader").stdout.strip()
+    return site.cluster("squeue --noheader").stdout.strip()
 
 
 def test_shell_on_a_node_has_the_code_and_the_terminal(site: FarSite) -> None:

@@ -31,9 +31,10 @@ from labkit import (
     run,
     slurm_marks,
     soak,
+    split_line,
     until,
 )
-from remotekit import FarSite, far_host, login_node
+from remotekit import FarSite, far_host, far_marks
 
 BASE = "imgkit.local/standin:24.03-notorch"
 RECIPE = f"""\
@@ -47,18 +48,12 @@ system:
   node: {{gpus: 0, cpus: 2}}
 """
 MEASURED = [
-    "sh",
-    "-c",
+    *("sh", "-c"),
     """hostname; printf '{"step": %s, "loss": 2.5}\\n' 1 2 3 > "$IMGKIT_RUN_DIR/metrics.jsonl\"""",
 ]
 SLOW = 'for i in $(seq 500); do echo "line $i"; sleep 0.5; done'  # longer than a test on a busy machine
 
-pytestmark = [
-    *slurm_marks,
-    pytest.mark.sshd,
-    pytest.mark.programs("rsync"),
-    pytest.mark.xdist_group("far-run"),
-]
+pytestmark = [*slurm_marks, *far_marks, pytest.mark.xdist_group("far-run")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,13 +64,24 @@ class Site(FarSite):
 
     def run(self, *args: object, **env: str) -> Done:
         """Run the image of the .sif, which is on both sides."""
-        return self.imgkit("run", self.sif.name, "--on", "far", "--time", "5m", *args, **env)
+        return self.imgkit(f"run {self.sif.name} --on far --time 5m", *split_line(*args), **env)
+
+    def start(self, *args: object, **options: Any) -> subprocess.Popen[str]:
+        """Start what `run` runs, in a session of its own."""
+        return subprocess.Popen(
+            [*IMGKIT, *f"run {self.sif.name} --on far --time 5m".split(), *split_line(*args)],
+            cwd=self.folder,
+            env={**os.environ, **self.far.env},
+            text=True,
+            start_new_session=True,
+            **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
+        )
 
     def from_recipe(self, *args: object, **env: str) -> Done:
-        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *args, **env)
+        return self.imgkit(f"run --on far --time 5m --base {BASE}", *split_line(*args), **env)
 
     def running(self, job: str) -> bool:
-        return bool(self.cluster("squeue", "--noheader", f"--jobs={job}").stdout.strip())
+        return bool(self.cluster("squeue --noheader", f"--jobs={job}").stdout.strip())
 
 
 @pytest.fixture(scope="module")
@@ -84,27 +90,13 @@ def site(standin_notorch: str) -> Iterator[Site]:
     cluster = Cluster(state=folder / "c")
     with far_host(folder) as far:
         name = f"line{os.getpid()}"  # the image's name: tests run side by side
-        folder_here = folder / "here"
-        new_site = Site(
-            far=far,
-            cluster=cluster,
-            folder=folder_here,
-            store=folder / "my store",
-            sif=folder_here / f"{name}.sif",
-        )
-        new_site.folder.mkdir()
-        (new_site.folder / f"{name}.yaml").write_text(RECIPE)
+        here, store = folder / "here", folder / "my store"
+        new_site = Site(far=far, cluster=cluster, folder=here, store=store, sif=here / f"{name}.sif")
         cluster.up(2)
         try:
-            login_node(far, cluster)
-            expect_success(
-                new_site.imgkit("remote", "add", "far", f"far:{new_site.store}", "--recipe", f"./{name}.yaml")
-            )
-            result = expect_success(
-                new_site.from_recipe(
-                    "--nodes", "2", "--", "sh", "-c", 'echo "$(hostname) has [$1]"', "x", "a  b'c"
-                )
-            )
+            new_site.add_remote(RECIPE, name)
+            show = 'echo "$(hostname) has [$1]"'
+            result = expect_success(new_site.from_recipe("--nodes 2 -- sh -c", show, "x", "a  b'c"))
             (new_site.folder / "first.out").write_text(result.stdout)
             (new_site.folder / "first.err").write_text(result.stderr)
             yield new_site
@@ -118,6 +110,10 @@ def handle(result: Done) -> str:
     match = re.search(r"job (\d+@far);", result.stderr)
     assert match, result.stderr
     return match[1]
+
+
+def number_of(result: Done) -> str:
+    return handle(result).partition("@")[0]
 
 
 def test_one_command_builds_sends_submits_and_follows(site: Site) -> None:
@@ -150,7 +146,7 @@ def test_scaling_reads_the_runs_of_a_remote(site: Site) -> None:
 
 def test_run_without_a_change_sends_nothing(site: Site) -> None:
     before = len(site.far.calls())
-    result = expect_success(site.run("--detach", "--", "true"))
+    result = expect_success(site.run("--detach -- true"))
     assert re.fullmatch(r"\d+@far\n", result.stdout)
     assert "imgkit: to send: nothing; far has the image" in result.stderr
     assert len(site.far.calls()) - before == 2  # look, submit
@@ -160,15 +156,10 @@ NO_ENGINE = {"DOCKER_HOST": "unix:///nonexistent/docker.sock"}
 
 
 def test_unchanged_recipe_needs_no_engine(site: Site) -> None:
-    result = expect_success(site.from_recipe("--detach", "--", "true", **NO_ENGINE))
-    assert "imgkit: to send: nothing; far has the image" in result.stderr
-
-
-def test_unchanged_recipe_needs_no_engine_on_another_machine(site: Site) -> None:
-    result = expect_success(
-        site.from_recipe("--detach", "--", "true", **NO_ENGINE, XDG_CACHE_HOME=f"{site.folder}/no")
-    )
-    assert "imgkit: to send: nothing; far has the image" in result.stderr
+    another_machine = {**NO_ENGINE, "XDG_CACHE_HOME": f"{site.folder}/no"}
+    for env in (NO_ENGINE, another_machine):
+        result = expect_success(site.from_recipe("--detach -- true", **env))
+        assert "imgkit: to send: nothing; far has the image" in result.stderr
 
 
 def sent_MB(stderr: str) -> float:
@@ -185,15 +176,15 @@ def test_edit_sends_the_changed_blocks(site: Site) -> None:
         RECIPE.replace("system:", "  copy: [{source: note.txt, target: /workspace/}]\nsystem:", 1)
     )
     try:
-        result = site.from_recipe("--", "cat", "/workspace/note.txt")
+        result = site.from_recipe("-- cat /workspace/note.txt")
         assert (result.returncode, result.stdout) == (0, "the edit\n"), result.stderr
         assert f"; far has most of {site.sif.name}\n" in result.stderr
         assert sent_MB(result.stderr) < 3
-        again = site.from_recipe("--detach", "--", "true", **NO_ENGINE)
+        again = site.from_recipe("--detach -- true", **NO_ENGINE)
         assert "to send: nothing; far has the image" in again.stderr
         # What a build by hand has made last is what the next run sends.
         assert site.imgkit("build", f"./{recipe.name}", "--base", BASE, "--no-cache").returncode == 0
-        rebuilt = site.from_recipe("--detach", "--", "true")
+        rebuilt = site.from_recipe("--detach -- true")
         assert "imgkit: to send: image: " in rebuilt.stderr
     finally:
         recipe.write_text(RECIPE)
@@ -217,8 +208,8 @@ def project(site: Site, name: str) -> Iterator[Path]:
 
 
 def run_project(site: Site, recipe: Path, *args: str, **env: str) -> Done:
-    options = ("--on", "far", "--base", BASE, "--time", "5m")
-    return site.far.imgkit("run", f"./{recipe.name}", *options, *args, folder=recipe.parent, env=env)
+    line = f"run ./{recipe.name} --on far --time 5m --base {BASE}"
+    return site.far.imgkit(line, *split_line(*args), folder=recipe.parent, env=env)
 
 
 def write_step(recipe: Path, command: str) -> None:
@@ -265,12 +256,12 @@ def test_edit_and_commit_of_the_folder_change_no_image(site: Site) -> None:
 
 
 def test_waiting_job_keeps_its_image(site: Site) -> None:
-    result = expect_success(site.run("--detach", "--option=--hold", "--", "true"))
+    result = expect_success(site.run("--detach --option=--hold -- true"))
     number = result.stdout.partition("@")[0]
     image = site.store / (site.store / "jobs" / number).read_text().splitlines()[2]
 
     def unused() -> list[str]:
-        result = site.imgkit("remote", "gc", "far", "--json")
+        result = site.imgkit("remote gc far --json")
         return [row["path"] for row in json.loads(result.stdout)["unused"]]
 
     try:
@@ -285,22 +276,22 @@ def test_waiting_job_keeps_its_image(site: Site) -> None:
 
 
 def test_array_waits_for_a_job_by_its_id_of_imgkit(site: Site) -> None:
-    first = expect_success(site.run("--detach", "--option=--hold", "--", "true")).stdout.strip()
+    first = expect_success(site.run("--detach --option=--hold -- true")).stdout.strip()
     number = first.removesuffix("@far")
     options = (f"--option=--dependency=afterok:{first}", "--option=--array=0-1")
     result = expect_success(site.run(*options, "--", "sh", "-c", 'echo "task $SLURM_ARRAY_TASK_ID"'))
     array = result.stdout.strip().removesuffix("@far")
     assert "imgkit: an array is not followed: " in result.stderr
-    dependency = site.cluster("squeue", "--noheader", f"--jobs={array}", "--format=%E").stdout
+    dependency = site.cluster("squeue --noheader", f"--jobs={array}", "--format=%E").stdout
     assert f"afterok:{number}" in dependency
-    site.cluster("scontrol", "release", number)
+    site.cluster("scontrol release", number)
     followed = site.imgkit("logs", f"{array}_1@far")
     assert (followed.returncode, "task 1\n" in followed.stdout) == (0, True), followed.stderr
 
 
 def test_new_folder_runs_without_a_flag(site: Site) -> None:
     before = set(site.folder.iterdir())
-    expect_success(site.imgkit("init", "--on", "far", "--time", "5m", "--nodes", "2"))
+    expect_success(site.imgkit("init --on far --time 5m --nodes 2"))
     try:
         toml = site.folder / "imgkit.toml"
         # The stand-in has no torch; and the image is the one that is there.
@@ -309,7 +300,7 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
         toml.write_text(re.sub("^command.*", lambda _: command, text, flags=re.MULTILINE))
         result = expect_success(site.imgkit("run"))
         assert sorted(result.stdout.split()) == ["node1", "node2"]
-        again = expect_success(site.imgkit("run", "--nodes", "1", "--detach"))
+        again = expect_success(site.imgkit("run --nodes 1 --detach"))
         second = again.stdout.strip()
         until(lambda: site.imgkit("status").returncode == 0 and listed(site)[second]["state"] == "succeeded")
         check_list(site, handle(result), second)
@@ -319,7 +310,7 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
 
 
 def listed(site: Site) -> dict[str, dict[str, Any]]:
-    rows = json.loads(site.imgkit("runs", "--json").stdout)["runs"]
+    rows = json.loads(site.imgkit("runs --json").stdout)["runs"]
     return {row["id"]: row for row in rows}
 
 
@@ -372,7 +363,7 @@ def test_edited_line_of_code_is_what_the_job_runs(site: Site, code: Path) -> Non
     record = json.loads(site.imgkit("status", handle(result), "--json").stdout)["code"]
     assert record["git"].endswith("-dirty")
     assert record["uncommitted"]
-    number = handle(result).partition("@")[0]
+    number = number_of(result)
     note = (site.store / "jobs" / number).read_text()
     assert f"code/{record['sha256']}" in note.splitlines()
     (run_folder,) = site.store.glob(f"runs/*-{number}")
@@ -406,7 +397,7 @@ def test_data_is_sent_once_and_read_beside_the_code(site: Site, code: Path) -> N
         assert result.stdout.splitlines() == ["1", "closed"]
         assert "sent: data: 1 file, 2 bytes" in result.stderr
         (folder,) = site.store.glob("data/[0-9a-f]*")
-        note = (site.store / "jobs" / handle(result).partition("@")[0]).read_text()
+        note = (site.store / "jobs" / number_of(result)).read_text()
         assert f"data/{folder.name}" in note.splitlines()
         assert "sent: data" not in expect_success(site.run("--code", code, *command)).stderr
     finally:
@@ -521,7 +512,7 @@ def test_stopped_run_goes_on_with_the_edited_code(site: Site, code: Path) -> Non
     (code / "train.py").write_text("print('secnd')\n")
     resumed = expect_success(site.imgkit("resume", first, "--time", "6m"))
     assert resumed.stdout == "step 2: secnd\n"
-    assert [*site.store.glob(f"runs/*-{handle(resumed).partition('@')[0]}")] == []
+    assert [*site.store.glob(f"runs/*-{number_of(resumed)}")] == []
     fetched = expect_success(site.imgkit("fetch", handle(resumed)))
     sync_line = f"wandb sync runs/{run_folder.name}/wandb/offline-run-*"
     assert fetched.stdout.splitlines()[-1] == sync_line
@@ -589,22 +580,13 @@ def test_code_lies_over_that_of_the_image(site: Site, code: Path) -> None:
 
 
 def test_failed_job_fails_the_command(site: Site) -> None:
-    result = expect_failure(site.run("--", "sh", "-c", "echo told; exit 3"), 1)
+    result = expect_failure(site.run("-- sh -c", "echo told; exit 3"), 1)
     assert result.stdout.startswith("told\n")
     assert re.search(r"(\d+@far) failed with exit code 3; imgkit resume \1; imgkit fetch \1\n", result.stderr)
 
 
 def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
-    argv = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m", "--", "sh", "-c", SLOW)
-    with subprocess.Popen(
-        argv,
-        cwd=site.folder,
-        env={**os.environ, **site.far.env},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as started:
+    with site.start("-- sh -c", SLOW) as started:
         assert started.stdout is not None
         assert started.stdout.readline() == "line 1\n"
         os.killpg(started.pid, signal.SIGINT)
@@ -635,20 +617,13 @@ def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
 
 def test_waiting_job_says_why(site: Site) -> None:
     file = site.folder / "held.err"
-    command = ("run", site.sif.name, "--on", "far", "--time", "5m", "--option=--hold", "--", "echo", "ran")
     with file.open("wb") as messages:
-        started = subprocess.Popen(
-            (*IMGKIT, *command),
-            cwd=site.folder,
-            env={**os.environ, **site.far.env},
-            stdout=subprocess.PIPE,
-            stderr=messages,
-        )
+        started = site.start("--option=--hold -- echo ran", stderr=messages)
     reason = re.compile(r"imgkit: waiting: JobHeldUser; scontrol release (\d+) lets it start\n")
     try:
         until(lambda: reason.search(file.read_text()), describe=file.read_text)
-        site.cluster("scontrol", "release", reason.findall(file.read_text())[0])
-        assert started.communicate(timeout=120)[0] == b"ran\n"
+        site.cluster("scontrol release", reason.findall(file.read_text())[0])
+        assert started.communicate(timeout=120)[0] == "ran\n"
     finally:
         started.kill()
     assert started.returncode == 0
@@ -656,25 +631,16 @@ def test_waiting_job_says_why(site: Site) -> None:
 
 
 def test_nothing_is_left_on_the_login_node(site: Site) -> None:
-    site.run("--", "true")
+    site.run("-- true")
     until(lambda: not [row for row in site.cluster.ps("args", "login") if row.startswith(("tail", "cat"))])
 
 
 def test_lost_connection_is_made_again_without_a_lost_line(site: Site) -> None:
-    args = (*IMGKIT, "run", site.sif.name, "--on", "far", "--time", "5m")
     counted = 'for i in $(seq 12); do echo "line $i"; sleep 0.5; done'
     output_file = site.folder / "told"
     with (
         output_file.open("wb") as output,
-        subprocess.Popen(
-            (*args, "--", "sh", "-c", counted),
-            cwd=site.folder,
-            env={**os.environ, **site.far.env},
-            stdout=output,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        ) as started,
+        site.start("-- sh -c", counted, stdout=output) as started,
     ):
         until(lambda: "line 2" in output_file.read_text())
         site.far.kill_master()
@@ -690,7 +656,7 @@ def test_fetch_brings_what_is_new(site: Site) -> None:
         ' echo 1 > "a b/c";'
         " echo 2 > metrics.jsonl; echo s > .imgkit-secret.abc; ln -s /etc/passwd link; echo done"
     )
-    result = site.run("--", "sh", "-c", make)
+    result = site.run("-- sh -c", make)
     job = handle(result)
     expect_success(site.imgkit("fetch", job))
     (folder,) = site.folder.glob(f"runs/*-{job.partition('@')[0]}")
@@ -729,7 +695,7 @@ def python(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
     """What the login node has as python3. Real Pythons are hidden on that node alone."""
 
     def login(*args: object) -> str:
-        result = expect_success(site.cluster("exec", "login", "--clean-env", "--", *args))
+        result = expect_success(site.cluster("exec login --clean-env --", *args))
         return result.stdout
 
     def programs() -> list[Path]:
@@ -751,14 +717,14 @@ def test_login_node_without_a_usable_python_runs_jobs(site: Site, python: str) -
     for path in (site.store / "images").iterdir():
         shutil.rmtree(path)
     result = expect_success(
-        site.run("--", "sh", "-c", "dist-env > /dev/null; echo 1 > $IMGKIT_RUN_DIR/metrics; echo told")
+        site.run("-- sh -c", "dist-env > /dev/null; echo 1 > $IMGKIT_RUN_DIR/metrics; echo told")
     )
     assert result.stdout == "told\n"
     assert site.imgkit("logs", handle(result)).stdout == "told\n"
     assert site.imgkit("fetch", handle(result)).returncode == 0
-    number = handle(result).partition("@")[0]
+    number = number_of(result)
     assert [path.read_text() for path in site.folder.glob(f"runs/*-{number}/metrics")] == ["1\n"]
-    assert site.cluster("exec", "login", "--", "test", "-e", "/run/called").returncode == 1
+    assert site.cluster("exec login -- test -e /run/called").returncode == 1
 
 
 def list_files(folder: Path) -> list[str]:
@@ -766,10 +732,10 @@ def list_files(folder: Path) -> list[str]:
 
 
 def test_no_text_holds_the_value_of_a_variable(site: Site) -> None:
-    result = site.run("--env", "TOKEN", "--", "sh", "-c", 'echo "${#TOKEN} letters"', TOKEN=TOKEN)
+    result = site.run("--env TOKEN -- sh -c", 'echo "${#TOKEN} letters"', TOKEN=TOKEN)
     assert result.stdout == f"{len(TOKEN)} letters\n"
-    number = handle(result).partition("@")[0]
-    script = site.cluster("scontrol", "write", "batch_script", number, "-").stdout
+    number = number_of(result)
+    script = site.cluster("scontrol write batch_script", number, "-").stdout
     records = "".join(path.read_text() for path in site.far.folder.glob("state/**/*.json"))
     assert "TOKEN" in script
     assert not any(TOKEN in text for text in (script, records, result.stderr, *site.far.calls()))
@@ -828,7 +794,7 @@ def test_archive_becomes_a_sif_here_and_runs_there(site: Site, form: str) -> Non
 
 def test_file_that_is_no_archive_is_refused(site: Site) -> None:
     (site.folder / "no.tar").write_bytes(b"x" * 1024)
-    expect_failure(site.imgkit("run", "no.tar", "--on", "far", "--time", "5m", "--", "true"), 1, "no.tar")
+    expect_failure(site.imgkit("run no.tar --on far --time 5m -- true"), 1, "no.tar")
     assert not (site.folder / "no.sif").exists()
 
 
