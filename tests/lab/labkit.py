@@ -367,6 +367,19 @@ class Cluster:
         return [line for text in texts for line in text.splitlines()]
 
 
+@contextlib.contextmanager
+def pbs_standin(cluster: Cluster) -> Iterator[None]:
+    """Serve the stand-in for PBS on a cluster without Slurm."""
+    argv = [sys.executable, LAB / "pbs-standin", cluster.state]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stdout is not None
+            assert serving.stdout.readline() == "serving\n"
+            yield
+        finally:
+            serving.terminate()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlurmSite(Cluster):
     """A cluster with Slurm, and the folder in which its jobs run and leave their output."""

@@ -11,7 +11,8 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ class FarHost:
         """Run imgkit without a terminal, so that ssh cannot ask this test's person."""
         env = {**self.env, **options.pop("env", {})}
         return run("setsid", "--wait", *IMGKIT, *split_line(*args), env=env, **options)
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let this process reach ``far``, too."""
+        for name, value in self.env.items():
+            monkeypatch.setenv(name, value)
 
     def calls(self) -> list[str]:
         """The words of each call of ssh so far, without those that only look at the shared connection."""
@@ -220,6 +226,15 @@ def sshd(host: FarHost, *options: str, forced: Sequence[str] = (), pam: str = ""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
         server.wait()
+
+
+def run_at_once(function: Callable[[], object]) -> None:
+    """Call a function in three threads, and wait for them."""
+    threads = [threading.Thread(target=function) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _listens(port: int) -> bool:

@@ -9,7 +9,6 @@ from remotekit import FarHost
 @pytest.fixture
 def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
     """Return the host of the module's fixture `served`, with the variables of its ssh in the environment."""
-    for name, value in served.env.items():
-        monkeypatch.setenv(name, value)
+    served.enter(monkeypatch)
     served.direct()
     return served

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import Done, expect_success
+from labkit import Done, expect_failure, expect_success
 from remote_image import remote_image
-from remotekit import FarHost, far_host, sshd
+from remotekit import FarHost, far_host, run_at_once, sshd
 
 from imgkit_builder.jobs.remote import connection, gc
 from imgkit_builder.jobs.remote import store as far_store
@@ -26,7 +25,7 @@ pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far-move")]
 
 
 @pytest.fixture(scope="module")
-def far() -> Iterator[FarHost]:
+def served() -> Iterator[FarHost]:
     with far_host(Path(f"/tmp/imgkit-gc-{os.getpid()}")) as host, sshd(host):
         yield host
 
@@ -58,9 +57,7 @@ def collected(far: FarHost, *options: object) -> Done:
     return expect_success(far.imgkit("remote", "gc", "mine", *options))
 
 
-def reach(far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch) -> connection.Connection:
-    for name, value in far.env.items():
-        monkeypatch.setenv(name, value)
+def reach(store: Path) -> connection.Connection:
     return connection.connect(Remote(name="mine", address="far", folder=str(store)))
 
 
@@ -95,11 +92,9 @@ def test_only_old_images_and_code_of_imgkit_go(far: FarHost, store: Path) -> Non
     assert collected(far, "--delete").stdout == "nothing is unused; 1 in use\n"
 
 
-def test_image_that_is_chosen_meanwhile_stays(
-    far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_image_that_is_chosen_meanwhile_stays(store: Path) -> None:
     image = put_image(store / "images" / IMAGE)
-    connected = reach(far, store, monkeypatch)
+    connected = reach(store)
     unused = gc.find_unused(connected, 30)
     assert [folder.path for folder in unused.folders] == [f"images/{IMAGE}"]
     (image / "image.sif").touch()
@@ -107,22 +102,14 @@ def test_image_that_is_chosen_meanwhile_stays(
     assert [path.name for path in image.parent.iterdir()] == [IMAGE]
 
 
-def test_two_removals_at_once_do_not_collide(
-    far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_removals_at_once_do_not_collide(store: Path) -> None:
     for letter in "0123456789abcdef":
         put_image(store / "images" / (letter * 64 + IMAGE[64:]))
-    connected = reach(far, store, monkeypatch)
+    connected = reach(store)
     unused = gc.find_unused(connected, 30)
     assert len(unused.folders) == 16
     removed: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: removed.extend(gc.remove_unused(connected, unused))) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(lambda: removed.extend(gc.remove_unused(connected, unused)))
     assert sorted(removed) == sorted(folder.path for folder in unused.folders)
     assert [path for path in store.rglob("*") if path.is_file()] == []
 
@@ -141,9 +128,7 @@ def test_jobs_of_a_silent_scheduler_keep_their_images(far: FarHost, store: Path)
     assert "what any job there names counts as in use: squeue failed with exit code" in result.stderr
 
 
-def test_new_image_of_a_project_replaces_older_ones(
-    far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_new_image_of_a_project_replaces_older_ones(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images = [remote_image(letter) for letter in "edcb"]
     for image in images:
         put_image(store / "images" / image.name)
@@ -152,7 +137,7 @@ def test_new_image_of_a_project_replaces_older_ones(
     (store / "runs/x-7/checkpoints/step-0000000005").mkdir(parents=True)
     monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, system: gc.UnfinishedJobs())
     os.link(store / images[2].path, store / "mine.sif")
-    connected = reach(far, store, monkeypatch)
+    connected = reach(store)
     unused, by_path = gc.find_superseded(connected, images, remote_image("f"))
     # The newest older one stays, one has another name, and one belongs to a run that can be resumed.
     assert gc.remove_unused(connected, unused) == (f"images/{images[1].name}",)
@@ -170,6 +155,4 @@ def test_store_that_is_not_there_is_empty(far: FarHost, store: Path) -> None:
 
 @pytest.mark.parametrize("days", ["0", "-1", "x"])
 def test_days_must_be_a_number_above_zero(far: FarHost, store: Path, days: str) -> None:
-    result = far.imgkit("remote", "gc", "mine", "--days", days, "--delete")
-    assert result.returncode == 2
-    assert "--days" in result.stderr
+    expect_failure(far.imgkit("remote gc mine --days", days, "--delete"), 2, "--days")

@@ -7,16 +7,16 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import small_sif
+from file_tree import write_program
 from labkit import output, soak, until
 from notes import Notes
-from remotekit import FarHost, far_host, sshd
+from remotekit import FarHost, far_host, far_marks, run_at_once, sshd
 
 from imgkit_builder.jobs.remote import connection, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
@@ -28,7 +28,7 @@ PROXY = Path(__file__).with_name("cut_proxy.py")
 UNPACK = Path(__file__).parents[3] / "ci/lab/unpack"
 MB = 1 << 20
 
-pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far-move")]
+pytestmark = [*far_marks, pytest.mark.xdist_group("far-move")]
 
 
 @pytest.fixture(scope="module")
@@ -76,10 +76,19 @@ def stored(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def content(seed: int, size_bytes: int) -> bytes:
+    """Return random bytes, which cannot be compressed."""
+    return random.Random(seed).randbytes(size_bytes)  # noqa: S311
+
+
+def write_sif(path: Path, root: bytes) -> Path:
+    return small_sif.write(path, small_sif.ROOT + root)
+
+
 @pytest.fixture
 def sif(tmp_path: Path) -> Path:
     """A .sif of 6 MB and some bytes; nothing in it can be compressed."""
-    return small_sif.write(tmp_path / "x.sif", small_sif.ROOT + random.Random(7).randbytes(6 * MB + 123))  # noqa: S311
+    return write_sif(tmp_path / "x.sif", content(7, 6 * MB + 123))
 
 
 def test_store_finds_the_image_that_it_was_send(far: FarHost, tmp_path: Path, sif: Path) -> None:
@@ -114,8 +123,7 @@ def test_damaged_note_does_not_count(far: FarHost, tmp_path: Path, sif: Path, da
 
 def edited(sif: Path) -> Path:
     """Return the next version of a .sif: some bytes are new, and the rest has moved."""
-    root = small_sif.ROOT + random.Random(8).randbytes(5000) + random.Random(7).randbytes(6 * MB + 123)  # noqa: S311
-    return small_sif.write(sif.with_name("next.sif"), root)
+    return write_sif(sif.with_name("next.sif"), content(8, 5000) + content(7, 6 * MB + 123))
 
 
 def test_next_version_sends_what_changed(far: FarHost, tmp_path: Path, sif: Path) -> None:
@@ -141,11 +149,8 @@ def newer_rsync(tmp_path: Path) -> Path:
     unpacked = Path(output(UNPACK, "trixie", "rsync", "rsync", "usr/bin/rsync").strip())
     loader = next(unpacked.glob("usr/lib64/ld-linux-*"))
     libraries = next(unpacked.glob("usr/lib/*-linux-gnu"))
-    program = tmp_path / "newer/rsync"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {loader} --library-path {libraries} {unpacked}/usr/bin/rsync "$@"\n')
-    program.chmod(0o755)
-    return program.parent
+    script = f'exec {loader} --library-path {libraries} {unpacked}/usr/bin/rsync "$@"'
+    return write_program(tmp_path / "newer/rsync", script).parent
 
 
 @pytest.mark.soak
@@ -158,8 +163,7 @@ def test_next_version_sends_what_changed_by_another_rsync(
         far_host(Path(f"/tmp/imgkit-rsync-{os.getpid()}")) as host,
         sshd(host, f"SetEnv PATH={paths['on the remote']}/usr/bin:/bin"),
     ):
-        for name, value in host.env.items():
-            monkeypatch.setenv(name, value)
+        host.enter(monkeypatch)
         monkeypatch.setenv("PATH", f"{paths['here']}{host.env['PATH']}")
         folder = tmp_path / "s"
         send(folder, sif)
@@ -181,10 +185,7 @@ def test_next_version_sends_what_changed_by_another_rsync(
 
 def test_basis_of_the_same_size_and_time_is_not_the_file(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
-    different = small_sif.write(
-        tmp_path / "y.sif",
-        small_sif.ROOT + random.Random(9).randbytes(6 * MB + 123),  # noqa: S311
-    )
+    different = write_sif(tmp_path / "y.sif", content(9, 6 * MB + 123))
     os.utime(different, ns=(sif.stat().st_mtime_ns, sif.stat().st_mtime_ns))
     older = send(folder, sif)
     shutil.copystat(sif, older)
@@ -196,10 +197,10 @@ def test_basis_of_the_same_size_and_time_is_not_the_file(far: FarHost, tmp_path:
 def test_cut_of_a_next_version_does_not_lose_the_basis(far: FarHost, tmp_path: Path, seed: int) -> None:
     chosen = random.Random(seed)  # noqa: S311
     rest = chosen.randbytes(12 * MB)
-    sif = small_sif.write(tmp_path / "x.sif", small_sif.ROOT + chosen.randbytes(6 * MB) + rest)
+    sif = write_sif(tmp_path / "x.sif", chosen.randbytes(6 * MB) + rest)
     # The rest has moved towards the end, has its place, or has moved towards the start.
     new_bytes = 6 * MB + (300_000, 0, -300_000)[(seed - 1) % 3]
-    new = small_sif.write(tmp_path / "y.sif", small_sif.ROOT + chosen.randbytes(new_bytes) + rest)
+    new = write_sif(tmp_path / "y.sif", chosen.randbytes(new_bytes) + rest)
     folder = tmp_path / "s"
     send(folder, sif)
     cuts(far, seed, 1, LOST_BYTES + MB // 2)  # within the new 6 MB
@@ -228,7 +229,7 @@ SEEDS = [1, *soak(*range(2, 21))]
 @pytest.fixture
 def large_sif(tmp_path: Path) -> Path:
     """A .sif of 12 MB."""
-    return small_sif.write(tmp_path / "x.sif", small_sif.ROOT + random.Random(7).randbytes(12 * MB))  # noqa: S311
+    return write_sif(tmp_path / "x.sif", content(7, 12 * MB))
 
 
 def cuts(far: FarHost, seed: int, number: int, least: int) -> None:
@@ -283,7 +284,7 @@ def test_cut_folder_is_complete_or_absend(far: FarHost, tmp_path: Path, seed: in
     (folder / "a\nb").mkdir(parents=True)
     (home / "code").mkdir(parents=True)
     for number in range(8):
-        (folder / "a\nb" / f"{number} $(x)").write_bytes(random.Random(number).randbytes(MB))  # noqa: S311
+        (folder / "a\nb" / f"{number} $(x)").write_bytes(content(number, MB))
     cuts(far, seed, 6, 1000)
     target = home / "code/digest"
     for _ in range(7):
@@ -374,11 +375,7 @@ def test_killed_transfer_is_finished_by_the_next(far: FarHost, tmp_path: Path, s
 def test_two_transfers_at_once_do_not_collide(far: FarHost, tmp_path: Path, sif: Path) -> None:
     folder = tmp_path / "s"
     targets: list[Path] = []
-    threads = [threading.Thread(target=lambda: targets.append(send(folder, sif))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(lambda: targets.append(send(folder, sif)))
     assert len(targets) == 3
     assert targets[0].read_bytes() == sif.read_bytes()
     assert_only(folder, targets[0])
@@ -434,10 +431,14 @@ def test_disk_that_fills_up_is_named(
     assert [path.name for path in (small_disk / "images").iterdir()] == [".incoming"]
 
 
-def test_changed_file_is_not_published(far: FarHost, tmp_path: Path, sif: Path) -> None:
+def change_byte(sif: Path) -> None:
     with sif.open("r+b") as stream:
         stream.seek(3 * MB)
         stream.write(b"x")
+
+
+def test_changed_file_is_not_published(far: FarHost, tmp_path: Path, sif: Path) -> None:
+    change_byte(sif)
     with pytest.raises(CheckFailed, match="differs from the image here"):
         send(tmp_path / "s", sif)
     assert stored(tmp_path / "s") == []
@@ -446,20 +447,14 @@ def test_changed_file_is_not_published(far: FarHost, tmp_path: Path, sif: Path) 
 def test_changed_file_is_not_published_without_openssl(
     tmp_path: Path, sif: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "bin/openssl"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\nexit 1\n")
-    program.chmod(0o755)
+    program = write_program(tmp_path / "bin/openssl", "exit 1")
     with (
         far_host(Path(f"/tmp/imgkit-digest-{os.getpid()}")) as host,
         sshd(host, f"SetEnv PATH={program.parent}:/usr/bin:/bin"),
     ):
-        for name, value in host.env.items():
-            monkeypatch.setenv(name, value)
+        host.enter(monkeypatch)
         target = send(tmp_path / "s", sif)
-        with sif.open("r+b") as stream:
-            stream.seek(3 * MB)
-            stream.write(b"x")
+        change_byte(sif)
         assert target.read_bytes() != sif.read_bytes()
         with pytest.raises(CheckFailed, match="differs from the image here"):
             send(tmp_path / "other", sif)
