@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import Done, expect_failure, expect_success, imgkit, imgkit_json, public_folder, run
+from labkit import Done, expect_failure, expect_success, imgkit, imgkit_json, output, public_folder, run
 
 TAG_ARM64 = f"imgkit-test-line-arm64-{os.getpid()}:latest"
 
@@ -50,28 +50,21 @@ def as_user(user: str, *argv: str | Path) -> Done:
     return run(*prefix, *argv, folder="/")
 
 
-def losses(output: str) -> list[float]:
-    return [float(text) for text in re.findall(r"step +\d+/\d+ +loss (\S+)", output)]
+def inside(sif: Path, *args: str) -> str:
+    return output("singularity", "exec", sif, *args)
 
 
-@pytest.mark.soak  # as an ordinary user: the next one
-def test_training_inside_learns(line: Line) -> None:
-    result = expect_success(
-        run(
-            "singularity", "exec", line.fast, "dist-train", "--device", "cpu", "--nproc", "2", "--steps", "60"
-        )
-    )
+def losses(text: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"step +\d+/\d+ +loss (\S+)", text)]
+
+
+@pytest.mark.soak
+def test_ordinary_user_trains(sif: Path, user: str) -> None:
+    argv = ("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "60")
+    result = expect_success(as_user(user, "singularity", "exec", sif, *argv))
     values = losses(result.stdout)
     assert values[-1] < values[0] / 100
     assert "2 ranks" in result.stdout
-
-
-@pytest.mark.soak  # an ordinary user's conversion is tested next to it
-def test_ordinary_user_trains_too(line: Line, user: str) -> None:
-    argv = ("dist-train", "--device", "cpu", "--nproc", "2", "--steps", "40")
-    result = expect_success(as_user(user, "singularity", "exec", line.default, *argv))
-    values = losses(result.stdout)
-    assert values[-1] < values[0]
 
 
 def test_ordinary_user_runs_the_fast_file(line: Line, user: str) -> None:
@@ -81,7 +74,7 @@ def test_ordinary_user_runs_the_fast_file(line: Line, user: str) -> None:
 
 def test_torchrun_is_there(line: Line) -> None:
     # Not --version: torchrun of torch 2.13 has no such option and exits with 2.
-    expect_success(run("singularity", "exec", line.default, "torchrun", "--help"))
+    inside(line.default, "torchrun", "--help")
 
 
 def test_files_verify_and_pass_the_smoke_test(sif: Path) -> None:
@@ -91,7 +84,7 @@ def test_files_verify_and_pass_the_smoke_test(sif: Path) -> None:
 
 def test_standin_is_told_everywhere(line: Line, mn5_image: str) -> None:
     assert "STAND-IN" in imgkit("show", mn5_image).stdout.upper()
-    manifest = run("singularity", "exec", line.default, "cat", "/opt/imgkit/manifest.json").stdout
+    manifest = inside(line.default, "cat", "/opt/imgkit/manifest.json")
     assert json.loads(manifest)["base"]["standin"] is True
 
 
@@ -107,34 +100,31 @@ def test_root_file_system_is_read_only(line: Line) -> None:
     assert "Read-only" in result.stderr
 
 
+def olivia_sif(base: str, folder: Path) -> Path:
+    """Build the recipe olivia, and return its .sif."""
+    sif = folder / "olivia.sif"
+    try:
+        built = imgkit_json("build olivia --base", base, "--tag", TAG_ARM64)
+        assert built["platform"] == "linux/arm64"
+        imgkit_json("sif", TAG_ARM64, "-o", sif)
+    finally:
+        run("docker", "rmi", "--force", TAG_ARM64)
+    return sif
+
+
 @pytest.mark.qemu
 @pytest.mark.soak
 def test_olivia_is_built_for_arm64(standin_arm64_notorch: str, tmp_path: Path) -> None:
-    sif = tmp_path / "olivia.sif"
-    try:
-        built = imgkit_json("build", "olivia", "--base", standin_arm64_notorch, "--tag", TAG_ARM64)
-        assert built["platform"] == "linux/arm64"
-        imgkit_json("sif", TAG_ARM64, "-o", sif)
-        result = expect_success(run("singularity", "exec", sif, "dist-env", "--json"))
-        assert json.loads(result.stdout)["host"]["arch"] == "aarch64"
-    finally:
-        run("docker", "rmi", "--force", TAG_ARM64)
+    facts = json.loads(inside(olivia_sif(standin_arm64_notorch, tmp_path), "dist-env", "--json"))
+    assert facts["host"]["arch"] == "aarch64"
 
 
 @pytest.mark.qemu
 @pytest.mark.torch_arm64
 def test_olivia_trains_under_the_emulator(standin_arm64: str, tmp_path: Path) -> None:
-    sif = tmp_path / "olivia.sif"
-    try:
-        imgkit_json("build", "olivia", "--base", standin_arm64, "--tag", TAG_ARM64)
-        imgkit_json("sif", TAG_ARM64, "-o", sif)
-        result = expect_success(
-            run("singularity", "exec", sif, "dist-train", "--device", "cpu", "--steps", "20")
-        )
-        values = losses(result.stdout)
-        assert values[-1] < values[0]
-    finally:
-        run("docker", "rmi", "--force", TAG_ARM64)
+    argv = ("dist-train", "--device", "cpu", "--steps", "20")
+    values = losses(inside(olivia_sif(standin_arm64, tmp_path), *argv))
+    assert values[-1] < values[0]
 
 
 @pytest.mark.qemu

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from labkit import imgkit, imgkit_json, ordinary_user, output
+from labkit import docker, expect_failure, imgkit, imgkit_json, ordinary_user, output, run
 from stored_images import archive, only
 from tars import tar_entry
 
@@ -80,22 +80,17 @@ def lab(standin_notorch: str, tmp_path_factory: pytest.TempPathFactory) -> Itera
             parent.chmod(parent.stat().st_mode | 0o055)  # an ordinary user reads it too
     name = f"imgkit-test-sif:{secrets.token_hex(4)}"
     dockerfile = ODD.replace("{base}", standin_notorch)
-    output("docker", "build", "-q", "-t", name, "-", stdin=dockerfile)
+    docker("build -q -t", name, "-", stdin=dockerfile)
     try:
         archive = folder / "odd.tar"
-        output("docker", "save", "-o", archive, name)
+        docker("save -o", archive, name)
         archive.chmod(0o644)
         sif(archive, "-o", "layers.sif", folder=folder)
         sif(name, "-o", "export.sif", folder=folder)
-        yield Lab(
-            name=name,
-            folder=folder,
-            archive=archive,
-            layers=folder / "layers.sif",
-            export=folder / "export.sif",
-        )
+        layers, export = folder / "layers.sif", folder / "export.sif"
+        yield Lab(name=name, folder=folder, archive=archive, layers=layers, export=export)
     finally:
-        subprocess.run(["docker", "image", "rm", "-f", name], capture_output=True, check=False)
+        run("docker", "image", "rm", "-f", name)
 
 
 def unpacked(path: Path, folder: Path) -> Path:
@@ -175,7 +170,7 @@ def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
         members.append(tar_entry(name, pax_headers=headers))
     (tmp_path / "x.tar").write_bytes(archive([members], name=tag))
     oci_folder.write_layout(stored.open_image(tmp_path / "x.tar"), tmp_path / "oci", Silent())
-    output("docker", "load", "-i", tmp_path / "x.tar")
+    docker("load -i", tmp_path / "x.tar")
     try:
         engine = engines.local_image(engines.connect(), tag)
         sources = {"engine": engine, "archive": Archive(path=tmp_path / "x.tar")}
@@ -192,7 +187,7 @@ def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
             value = os.getxattr(tmp_path / name / "both", "security.capability")
             assert value == capability.encode(), name
     finally:
-        output("docker", "rmi", "--force", tag)
+        docker("rmi --force", tag)
 
 
 def test_labels_are_those_of_the_image(lab: Lab, tmp_path: Path) -> None:
@@ -331,20 +326,16 @@ def test_damaged_archive_leaves_the_old_sif(lab: Lab, tmp_path: Path) -> None:
         layer = max(tar.getmembers(), key=lambda member: member.size)
     data[layer.offset_data + layer.size // 2] ^= 1
     (tmp_path / "odd.tar").write_bytes(data)
-    result = imgkit("sif", "odd.tar", "--force", folder=tmp_path)
-    assert result.returncode == 1
+    result = expect_failure(imgkit("sif odd.tar --force", folder=tmp_path), 1)
     assert re.search(r"layer \d of 3 is damaged", result.stderr)
     assert image.root_sha256(tmp_path / "odd.sif") == image.root_sha256(lab.layers)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["odd.sif", "odd.tar"]
 
 
 def test_unknown_image_refused(tmp_path: Path) -> None:
-    result = imgkit("sif", "imgkit-test-none:1", folder=tmp_path)
-    assert result.returncode == 2
+    expect_failure(imgkit("sif imgkit-test-none:1", folder=tmp_path), 2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_archive_that_is_not_there_refused(tmp_path: Path) -> None:
-    result = imgkit("sif", "mn5.tar", folder=tmp_path)
-    assert result.returncode == 2
-    assert "imgkit save mn5" in result.stderr
+    expect_failure(imgkit("sif mn5.tar", folder=tmp_path), 2, "imgkit save mn5")
