@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -32,6 +34,15 @@ class Side:
     before: Callable[[], None] = lambda: None
     """Untimed; brings the start state back."""
     env: dict[str, str] = field(default_factory=dict)
+
+
+def command_line(page: str | None, *, repeat: int) -> argparse.ArgumentParser:
+    """Print the machine, and return a parser of ``--repeat``."""
+    cpus = len(os.sched_getaffinity(0))
+    print(f"{cpus} processors, Linux {platform.release()}, Python {platform.python_version()}")
+    parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=repeat)
+    return parser
 
 
 def once(side: Side) -> Run:

@@ -7,15 +7,12 @@ PYTHON has torch and imgkit. Parts: start plan.
 
 from __future__ import annotations
 
-import argparse
-import os
-import platform
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from measure import Side, alternate, spread
+from measure import Side, alternate, command_line, spread
 
 DIST = (sys.executable, "-I", "-m", "imgkit_entrypoints")
 
@@ -23,17 +20,10 @@ DIST = (sys.executable, "-I", "-m", "imgkit_entrypoints")
 def main() -> None:
     """Measure the chosen parts."""
     parts = {"start": start, "plan": plan}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(parts))
+    parser = command_line(__doc__, repeat=7)
+    parser.add_argument("parts", nargs="*", metavar="PART", default=parts, help=" ".join(parts))
     options = parser.parse_args()
-    if unknown := set(options.parts) - set(parts):
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
-    cpus = len(os.sched_getaffinity(0))
-    print(f"{cpus} processors, Linux {platform.release()}, Python {platform.python_version()}")
-    for part in options.parts or parts:
+    for part in options.parts:
         print(f"\n### {part}\n", flush=True)
         parts[part](options.repeat)
 

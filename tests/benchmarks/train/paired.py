@@ -23,11 +23,11 @@ WARM_UP = 2
 """Turns that are not counted."""
 
 
-def against(name: str, sides: list[str], count: int, turns: int) -> None:
+def against(sides: list[str], count: int, turns: int) -> None:
     """Run `turns` of `count` steps for each side, print the CPU and wall seconds of each, and end."""
 
     def alternating(steps: Iterable[Any], _config: object, ranks: Ranks) -> Iterator[Any]:
-        loops_of = {side: loops.training(side, name, count) for side in sides}
+        loops_of = {side: loops.training(side, count) for side in sides}
         spent: dict[str, list[tuple[float, float]]] = {side: [] for side in ("dist-train", *sides)}
         start_clocks = clocks()
         for number, step in enumerate(steps):
@@ -44,11 +44,8 @@ def against(name: str, sides: list[str], count: int, turns: int) -> None:
             yield step
 
     app.trace_steps = alternating
-    start(name, "--batch-size", str(loops.BATCH[name]), "--samples", str(loops.SAMPLES[name]))
-
-
-def start(name: str, *args: str) -> None:
-    sys.argv = ["dist-train", "--model", name, "--steps", str(10**9), *args]
+    data = ("--batch-size", str(loops.BATCH), "--samples", str(loops.SAMPLES))
+    sys.argv = ["dist-train", "--model", "linear", "--steps", str(10**9), *data]
     app.main()
 
 
@@ -70,5 +67,5 @@ def end(spent: dict[str, list[tuple[float, float]]], ranks: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    model, sides, count, turns = sys.argv[1:]
-    against(model, sides.split(","), int(count), int(turns))
+    sides, count, turns = sys.argv[1:]
+    against(sides.split(","), int(count), int(turns))
