@@ -17,7 +17,6 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -264,31 +263,31 @@ def _standin(name: str, *options: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def standin() -> str:
+def standin():
     """Name of the local stand-in base with CPU torch, for this machine's architecture."""
     return _standin(STANDIN)
 
 
 @pytest.fixture(scope="session")
-def standin_notorch() -> str:
+def standin_notorch():
     """Name of the small local stand-in base without torch."""
     return _standin(STANDIN_NOTORCH, "--no-torch")
 
 
 @pytest.fixture(scope="session")
-def standin_arm64_notorch() -> str:
+def standin_arm64_notorch():
     """Name of the local arm64 stand-in base without torch; tests that run it are marked ``qemu`` too."""
     return _standin(STANDIN_ARM64_NOTORCH, "--arch arm64", "--no-torch")
 
 
 @pytest.fixture(scope="session")
-def standin_arm64() -> str:
+def standin_arm64():
     """Name of the local arm64 stand-in base with torch; only for tests marked ``torch_arm64``."""
     return _standin(STANDIN_ARM64, "--arch arm64")
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def call(monkeypatch, capsys):
     """``call("build", "mn5")``: exit code, stdout and stderr of the command line."""
 
     from imgkit_builder.cli import app

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -29,7 +29,7 @@ EXAMPLES = 60
 
 
 @pytest.fixture(scope="session")
-def house() -> Iterator[House]:
+def house():
     house = House()
     yield house
     house.close()

@@ -33,7 +33,7 @@ def blocks(heading: str, language: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def code(tmp_path_factory):
     """Return a copy of the packages and of some tests, with every example of the page applied to it."""
     copy = tmp_path_factory.mktemp("code")
     for name in (*CODE, RECIPE_TESTS, ISSUE_TESTS, "tests/golden", "tests/kit"):
@@ -53,7 +53,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
+def work(tmp_path):
     """Return a folder with a recipe that uses the new key and the new system."""
     (tmp_path / "mine.yaml").write_text(RECIPE)
     (tmp_path / "mine.sif").mkdir()  # a sandbox: imgkit does not look inside

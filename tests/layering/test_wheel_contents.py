@@ -38,13 +38,13 @@ def output(*argv: str | Path, cwd: Path = ROOT) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     return folder / output(sys.executable, "-c", BUILD, "build_wheel", folder).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdist")
     return folder / output(sys.executable, "-c", BUILD, "build_sdist", folder).splitlines()[-1]
 
@@ -65,7 +65,7 @@ def install(file: Path, folder: Path, *options: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel, tmp_path_factory):
     """Return the ``bin`` of an environment that holds the wheel."""
     return install(wheel, tmp_path_factory.mktemp("venv"))
 

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(standin_notorch: str, user: str, public_imgkit: Path) -> Iterator[Lab]:
+def lab(standin_notorch, user, public_imgkit):
     folder = public_folder("without-engine")
     try:
         output("docker", "save", "-o", folder / "base.tar", standin_notorch)
@@ -178,7 +177,7 @@ def test_variables_of_a_sif_base_are_known(lab: Lab, standin_notorch: str) -> No
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(tmp_path):
     """A folder with a base of 2 MB, in which nothing of Python works."""
     tiny_image.write(tmp_path / "tiny.tar", "tiny:1")
     return tmp_path

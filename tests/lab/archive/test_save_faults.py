@@ -23,7 +23,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shim(tmp_path_factory):
     library = tmp_path_factory.mktemp("shim") / "faults.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, LAB / "faults.c", "-ldl"], check=True)
     return library

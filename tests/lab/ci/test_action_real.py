@@ -54,7 +54,7 @@ class Runner:
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Runner:
+def runner(tmp_path):
     return Runner(tmp_path)
 
 

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -52,7 +51,7 @@ def mounts(folder: Path) -> list[str]:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     # Short, since a socket's path is limited; with a space, since a checkout's path may have one.
     folder = Path(f"/tmp/imgkit engine {os.getpid()}")
     yield folder

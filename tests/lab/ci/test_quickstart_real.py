@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_gro
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def checkout(tmp_path_factory):
     """A copy of this checkout without what was made in it."""
     copy = tmp_path_factory.mktemp("quick start") / "imgkit"
     patterns = (".git", ".venv*", "build", "dist", ".*_cache", "__pycache__", ".hypothesis", "*.sif", "*.tar")

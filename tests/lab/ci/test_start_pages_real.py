@@ -11,7 +11,6 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def shell(line: str, folder: Path, *args: str) -> str:
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     """The folder in which the commands run; the images that they name are removed at the end."""
     names = ("cpu:latest", "mn5:latest", "mine:latest", "letters:latest")
     before = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ def running(marker: str) -> list[str]:
 
 
 @pytest.fixture
-def write(home: Path) -> Iterator[Callable[..., Path]]:
+def write(home):
     """``write("name", "RUN text")``: a recipe file; images of its name are removed at the end."""
     names: list[str] = []
 
@@ -56,7 +56,7 @@ def write(home: Path) -> Iterator[Callable[..., Path]]:
 
 
 @pytest.fixture
-def private_base(standin_notorch: str) -> Iterator[str]:
+def private_base(standin_notorch):
     """A base for one test: Docker's cache takes the newest image of a step, also that of another test."""
     name = f"{PREFIX}-base:1"
     text = f"FROM {standin_notorch}\nLABEL only={PREFIX}\n"
@@ -310,7 +310,7 @@ def test_stream_of_a_real_save_is_whole(home: Path, standin_notorch: str) -> Non
 
 
 @pytest.fixture
-def registry(home: Path) -> Iterator[str]:
+def registry(home):
     """``127.0.0.1:PORT`` of a registry of our own."""
     with labkit.registry(home) as address:
         yield address

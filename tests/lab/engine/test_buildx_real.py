@@ -11,7 +11,6 @@ import socket
 import socketserver
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ MARK = 54321 + os.getpid()
 
 
 @pytest.fixture(autouse=True)
-def _remove_images() -> Iterator[None]:
+def _remove_images():
     yield
     subprocess.run(["docker", "rmi", "--force", f"{NAME}:latest", f"{NAME}:classic"], capture_output=True)
 

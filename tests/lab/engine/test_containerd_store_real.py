@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ RECIPE = f'description: x\nimage:\n  base: "{BOTH}"\n  platform: [linux/amd64, l
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """The recipe and all files of this module."""
     folder = tmp_path_factory.mktemp("containerd")
     (folder / "both.yaml").write_text(RECIPE)
@@ -33,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(containerd_engine: PrivateEngine, folder: Path) -> Iterator[PrivateEngine]:
+def engine(containerd_engine, folder):
     """The engine, with a registry on the loopback address of its network namespace."""
     with pytest.MonkeyPatch.context() as patch, registry(folder, containerd_engine.enter, port=PORT):
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -45,7 +44,7 @@ def engine(containerd_engine: PrivateEngine, folder: Path) -> Iterator[PrivateEn
 
 
 @pytest.fixture(scope="module")
-def configs(engine: PrivateEngine, folder: Path) -> dict[str, str]:
+def configs(engine, folder):
     """The registry has an image of two platforms, and the engine only that for arm64; its image ids."""
     image_ids = tiny_image.write(folder / "both.tar", BOTH, ("amd64", "arm64"))
     docker("load", "-i", folder / "both.tar")
@@ -90,7 +89,7 @@ def test_one_platform_and_then_both(engine: PrivateEngine, folder: Path, configs
 
 
 @pytest.fixture(scope="module")
-def small(engine: PrivateEngine, folder: Path) -> str:
+def small(engine, folder):
     """An image for this machine with an id of its own."""
     name = "imgkit.test/small:1"
     ids = tiny_image.write(folder / "small.tar", name)

@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ def build(file: Path, tag: str, base: str, *args: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=[BASE, *soak("standin")])
-def base(request: pytest.FixtureRequest) -> str:
+def base(request):
     """The name of the base."""
     return BASE if request.param == BASE else str(request.getfixturevalue("standin"))
 
@@ -97,7 +97,7 @@ def load_base(folder: Path, base: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def foreign(base: str) -> Path:
+def foreign(base):
     """A .sif of an archive that the machine's own engine saved; the first worker that needs it makes it."""
     folder = shared_folder() / f"foreign-{'tiny' if base == BASE else 'standin'}"
     tag = f"imgkit-test-foreign-{shared_folder().name}:1"
@@ -132,11 +132,11 @@ OTHERS = (
 
 @pytest.fixture(scope="module", params=[DOCKER, *OTHERS])
 def line(
-    request: pytest.FixtureRequest,
-    base: str,
-    foreign: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Line]:
+    request,
+    base,
+    foreign,
+    tmp_path_factory,
+):
     """The image, the archive and the .sif files of one recipe on one engine."""
     kind, folder, tag = request.param, tmp_path_factory.mktemp(request.param), f"imgkit-line-{os.getpid()}:1"
     with contextlib.ExitStack() as stack:

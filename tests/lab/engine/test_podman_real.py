@@ -11,11 +11,10 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labkit import PrivateEngine, output, run, until
+from labkit import output, run, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
@@ -42,7 +41,7 @@ def podman(*args: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def service(started: Callable[[str], PrivateEngine]) -> Iterator[Path]:
+def service(started):
     """The folder of a Podman that ``DOCKER_HOST`` names, with the base in it."""
     private = started("podman")
     with pytest.MonkeyPatch.context() as patch:
@@ -126,7 +125,7 @@ def build(
 
 
 @pytest.fixture
-def engine(service: Path) -> Iterator[Engine]:
+def engine(service):
     with engines.connect() as connection:
         yield connection
 

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import secrets
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,7 +100,7 @@ def baked() -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory):
     if not BUSYBOX.exists():
         pytest.skip("busybox is missing: apt-get install busybox-static")
     folder = tmp_path_factory.mktemp(f"canary-{secrets.token_hex(4)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -78,7 +77,7 @@ def packed(recipe: Recipe) -> BuildContext:
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def code(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nasty") / "code"
     (folder / "sub dir").mkdir(parents=True)
     (folder / "sub dir" / "a b.sh").write_text("#!/bin/sh\necho copied\n")
@@ -90,7 +89,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def image(standin: str, code: Path) -> Iterator[str]:
+def image(standin, code):
     """An image with every value that builders are known to mistake."""
     tag = f"imgkit-test-{secrets.token_hex(4)}:nasty"
     build(packed(recipe(standin, code)), tag)

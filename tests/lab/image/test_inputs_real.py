@@ -6,7 +6,6 @@ import json
 import os
 import re
 import ssl
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ TAG = f"{NAME}:latest"
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def index(tmp_path_factory):
     """A package index behind a private authority: its address as containers see it, and the certificate."""
     host = host_address()
     folder = tmp_path_factory.mktemp("index")

@@ -6,7 +6,6 @@ import dataclasses
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,7 +64,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory):
     """One Debian package in the archive, one in the snapshot service only, and an index of wheels."""
     folder = tmp_path_factory.mktemp("site")
     for path in ("debian/pool/main/i", f"{SNAPSHOT}/pool/main/i", "simple/imgkit-test-wheel"):
@@ -80,7 +79,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def base(site: Site, standin_notorch: str) -> Iterator[str]:
+def base(site, standin_notorch):
     """A base whose pip knows the index, and whose snapshot service is the server's."""
     host = site.url.rpartition(":")[0].removeprefix("http://")
     index = f"PIP_INDEX_URL={site.url}/simple PIP_TRUSTED_HOST={host}"
@@ -91,7 +90,7 @@ def base(site: Site, standin_notorch: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def recipe(site: Site, base: str, tmp_path: Path) -> Iterator[Path]:
+def recipe(site, base, tmp_path):
     """A recipe with its lock."""
     file = tmp_path / f"{NAME}.yaml"
     file.write_text(RECIPE)

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ RECIPE = "image:\n  base: registry.invalid/base:1\n  uv: {project: .}\n  args: {
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def index(tmp_path_factory):
     """An index of `WHEELS`: its address as containers and this machine see it."""
     folder = tmp_path_factory.mktemp("index")
     for name, requires in WHEELS.items():

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,7 +50,7 @@ class Site(SlurmSite):
 
 
 @pytest.fixture(scope="module")
-def site(standin: str, request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(standin, request):
     if os.geteuid() != 0 or shutil.which("mksquashfs") is None:
         pytest.skip("images with other Pythons are made by root with mksquashfs (squashfs-tools)")
     names = tuple(CHOICES) if request.config.getoption("--soak") else ("debian",)
@@ -165,7 +164,7 @@ system: {scheduler: slurm, runtime: {kind: singularity, command: singularity}, n
 
 
 @pytest.fixture(scope="module")
-def far(site: Site) -> Iterator[FarSite]:
+def far(site):
     folder = Path(f"/tmp/imgkit-any-far-{os.getpid()}")
     with far_host(folder) as host:
         far_site = FarSite(far=host, cluster=site, folder=folder / "here", store=folder / "store")

@@ -9,7 +9,7 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.docker
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path):
     """The recipe lambda without what this machine may not have: GPUs and a right to lock memory."""
     file = tmp_path / "one.yaml"
     options = "options: [--ipc=host, --network=host]"
@@ -127,7 +127,7 @@ def test_mpirun_starts_containers(
 
 
 @pytest.fixture
-def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
+def ssh(tmp_path):
     """An environment whose ``ssh`` reaches this machine under the names ``here`` and ``there``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

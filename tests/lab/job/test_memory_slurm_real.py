@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ HOLD = (
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def site(request: pytest.FixtureRequest) -> Iterator[SlurmSite]:
+def site(request):
     state, folder = Path(f"/tmp/imgkit-memory-{os.getpid()}"), Path(f"/tmp/imgkit-memory-jobs-{os.getpid()}")
     cluster = SlurmSite(state=state, folder=folder)
     folder.mkdir()

@@ -9,7 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -117,7 +117,7 @@ class Nodes(Cluster):
 
 
 @pytest.fixture(scope="module", params=["own", TRIXIE])
-def cluster(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+def cluster(mn5_sif, request):
     nodes = Nodes(state=Path(f"/tmp/imgkit-test-mpi-{os.getpid()}"), sif=mn5_sif)
     nodes.up(2, "--no-slurm", release=request.param)
     nodes.folder.mkdir()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,7 +126,7 @@ class OpenPbs(Cluster):
 
 
 @pytest.fixture(scope="module")
-def pbs(mn5_sif: Path, public_imgkit: Path) -> Iterator[OpenPbs]:
+def pbs(mn5_sif, public_imgkit):
     cluster = OpenPbs(state=Path(f"/tmp/imgkit-openpbs-{os.getpid()}"), sif=mn5_sif, program=public_imgkit)
     cluster.up(2, "--no-slurm")
     try:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -102,7 +101,7 @@ class Pbs(Cluster):
 
 
 @pytest.fixture(scope="module")
-def pbs(mn5_sif: Path) -> Iterator[Pbs]:
+def pbs(mn5_sif):
     cluster = Pbs(state=Path(f"/tmp/imgkit-test-pbs-{os.getpid()}"), sif=mn5_sif)
     cluster.up(2, "--no-slurm")
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,7 +66,7 @@ class Site(SlurmSite):
 
 
 @pytest.fixture(scope="module")
-def site(standin: str) -> Iterator[Site]:
+def site(standin):
     if os.geteuid() != 0 or shutil.which("crun") is None:
         pytest.skip("Podman on virtual nodes needs root and crun: apt-get install crun")
     cluster = Site(

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,7 +101,7 @@ class Pods(Cluster):
 
 
 @pytest.fixture(scope="module")
-def nodes(mn5_sif: Path) -> Iterator[Pods]:
+def nodes(mn5_sif):
     cluster = Pods(state=Path(f"/tmp/imgkit-test-pods-{os.getpid()}"), sif=mn5_sif)
     cluster.up(3, "--no-slurm", "--no-ssh")
     cluster.volume.mkdir()
@@ -111,7 +111,7 @@ def nodes(mn5_sif: Path) -> Iterator[Pods]:
 
 
 @pytest.fixture
-def pods(nodes: Pods) -> Pods:
+def pods(nodes):
     for node in ("node1", "node2", "node3"):
         nodes.log(node).unlink(missing_ok=True)
     nodes.started.clear()

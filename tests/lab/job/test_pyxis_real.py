@@ -6,7 +6,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,7 +92,7 @@ class Site(SlurmSite):
 
 
 @pytest.fixture(scope="module")
-def folder(standin: str) -> Iterator[Path]:
+def folder(standin):
     """A folder that every user can enter, with the recipe and its .sqsh."""
     shared, tag = public_folder("pyxis"), f"imgkit-test-pyxis-{os.getpid()}:1"
     (shared / "site.yaml").write_text(RECIPE)
@@ -107,7 +107,7 @@ def folder(standin: str) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["unpacked", "squashfuse"])
-def site(folder: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(folder, request):
     state = Path(f"/tmp/imgkit-pyxis-lab-{os.getpid()}")
     jobs = folder / f"mounts-{request.param}"  # the next cluster counts its jobs from 1 again
     jobs.mkdir()
@@ -234,7 +234,7 @@ def test_enroot_alone_starts_it(site: Site) -> None:
 
 
 @pytest.fixture(scope="module")
-def foreign(folder: Path, standin: str) -> Path:
+def foreign(folder, standin):
     """A .sqsh that imgkit did not write, without devices, as `enroot import` leaves them out."""
     image = folder / "foreign.sqsh"
     container = output("docker", "create", standin, "true").strip()

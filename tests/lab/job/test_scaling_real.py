@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,7 +39,7 @@ class Login(Cluster):
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def login(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Login, Path]]:
+def login(mn5_sif, request):
     cluster, folder = (
         Login(state=Path(f"/tmp/imgkit-scaling-{os.getpid()}")),
         Path(f"/tmp/scaling {os.getpid()}"),

@@ -7,7 +7,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,7 +83,7 @@ class Site(SlurmSite):
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def site(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(mn5_sif, request):
     cluster = Site(
         state=Path(f"/tmp/imgkit-submit-{os.getpid()}"), folder=Path(f"/tmp/imgkit jobs {os.getpid()}")
     )

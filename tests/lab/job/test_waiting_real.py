@@ -65,7 +65,7 @@ class Site(SlurmSite):
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(request):
     folder = Path(f"/tmp/imgkit-waiting-{os.getpid()}")
     cluster = SlurmSite(state=Path(f"{folder}-cluster"), folder=folder)
     folder.mkdir()

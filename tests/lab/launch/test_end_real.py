@@ -90,7 +90,7 @@ NOISE = ("ChildFailedError", "spawn.py", "frame #", "Connection closed by peer",
 
 
 @pytest.fixture
-def end(request: pytest.FixtureRequest) -> End:
+def end(request):
     return End("" if PYTHON else request.getfixturevalue("standin"))
 
 

@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -62,7 +62,7 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
+def node():
     folder = public_folder("host-libs")
     try:
         for name, text in SOURCES.items():

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 
 
 @pytest.fixture(scope="module")
-def hostile() -> Iterator[Path]:
+def hostile():
     """A folder of Python files; importing any of them ends the program."""
     folder = public_folder("hostile")
     (folder / "torch").mkdir()
@@ -29,7 +28,7 @@ def hostile() -> Iterator[Path]:
 
 
 @pytest.fixture(params=["root", "user"])
-def as_user(request: pytest.FixtureRequest) -> tuple[str, ...]:
+def as_user(request):
     """Return the start of a command that chooses the user of the host."""
     if request.param == "user" and os.geteuid() == 0:
         return ("runuser", "-u", request.getfixturevalue("user"), "--")

@@ -28,7 +28,7 @@ def _has_torch(python: str) -> bool:
 
 
 @pytest.fixture
-def play(request: pytest.FixtureRequest) -> Play:
+def play(request):
     """``play(scenario)``: what came of it."""
     if PYTHON:
         if not _has_torch(PYTHON):

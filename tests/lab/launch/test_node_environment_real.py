@@ -21,7 +21,7 @@ DistRun = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def dist_run(tmp_path: Path) -> DistRun:
+def dist_run(tmp_path):
     """Return a function that runs a program under dist-run; `before` are words in front of it."""
     venv = tmp_path / "venv"  # workers start with -I, so the package must be on the path of the Python
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", venv], check=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -108,7 +107,7 @@ class PerNodeSite(SlurmSite):
 
 
 @pytest.fixture(scope="module")
-def site(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PerNodeSite]:
+def site(standin, tmp_path_factory):
     recipe = tmp_path_factory.mktemp("per-node") / f"{NAME}.yaml"
     recipe.write_text(RECIPE)
     # Not below /tmp, which is another folder on each node.
@@ -130,7 +129,7 @@ def site(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Per
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(site: PerNodeSite) -> Iterator[None]:
+def _leaves_nothing(site):
     """Fail a test after whose job a file, a socket or a process is left on a node."""
     before = site.remains()
     yield

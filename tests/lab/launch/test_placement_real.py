@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ else:
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def state(request: pytest.FixtureRequest) -> Iterator[Path]:
+def state(request):
     cluster = Cluster(state=Path(f"/tmp/imgkit-test-placement-{os.getpid()}"))
     cluster.up(2, release=request.param)
     script = f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}"

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,7 +69,7 @@ class Site(Cluster):
 
 
 @pytest.fixture(scope="module")
-def site(mn5_sif: Path) -> Iterator[Site]:
+def site(mn5_sif):
     cluster = Site(state=Path(f"/tmp/imgkit-preflight-{os.getpid()}"), sif=mn5_sif)
     cluster.up(4)
     (cluster.state / "run").mkdir()
@@ -98,7 +97,7 @@ def test_slow_wire_is_reported_and_leaves_nobody_out(site: Site) -> None:
 
 
 @pytest.fixture
-def quota() -> Iterator[Path]:
+def quota():
     """A control group that gets a tenth of one processor."""
     group = Path(f"/sys/fs/cgroup/cpu/imgkit-preflight-{os.getpid()}")
     if not group.parent.is_dir():

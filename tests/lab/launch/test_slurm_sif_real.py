@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,7 +62,7 @@ class Slurm(Cluster):
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def slurm(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Slurm]:
+def slurm(mn5_sif, request):
     cluster = Slurm(state=Path(f"/tmp/imgkit-test-slurm-sif-{os.getpid()}"), sif=mn5_sif)
     cluster.up(2, release=request.param)
     cluster.output.parent.mkdir()

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +78,7 @@ class Index:
 
 
 @pytest.fixture
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     with serve_folder(folder, host_address(), handler=GuardedHandler) as address:
         index = Index(address=address, folder=folder)

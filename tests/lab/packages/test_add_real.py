@@ -60,7 +60,7 @@ def add_program(wheel: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(standin: str) -> Iterator[Path]:
+def folder(standin):
     """A folder that every user can enter and write to, with an image and wheels for it."""
     folder = public_folder("add")
     wheels = folder / "wheels"
@@ -94,7 +94,7 @@ class Site(SlurmSite):
 
 
 @pytest.fixture(scope="module")
-def site(folder: Path) -> Iterator[Site]:
+def site(folder):
     cluster = Site(state=Path(f"/tmp/imgkit-added-{os.getpid()}"), folder=folder)
     try:
         cluster.up(2, "--cpus", "80")
@@ -152,7 +152,7 @@ def test_packages_of_a_project_are_made_when_they_change(site: Site, folder: Pat
 
 
 @pytest.fixture(scope="module")
-def far(site: Site) -> Iterator[FarSite]:
+def far(site):
     """A person's folder here, and the login node as the ordinary user."""
     folder = Path(f"/tmp/imgkit-add-far-{os.getpid()}")
     with far_host(folder) as host:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,14 @@ MB = 1 << 20
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub():
     with serve_hub() as server:
         server.add("me/tiny", {f"{name}.bin": os.urandom(MB) for name in ("weights", "a", "b", "c")})
         yield server
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path):
     toml = f'recipe = "cpu"\ncode = "."\ndata = ["hf://me/tiny"]\ncommand = ["sh", "-c", "{LOOK}"]\n'
     return write_files(tmp_path / "project", {"imgkit.toml": toml})
 

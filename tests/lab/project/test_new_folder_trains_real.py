@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def accuracies(text: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path):
     folder = tmp_path / "my work"
     expect_success(imgkit("init", "--recipe", "cpu", folder, env={"XDG_STATE_HOME": str(tmp_path / "state")}))
     yield folder

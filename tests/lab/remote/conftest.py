@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from remotekit import FarHost
 
 
 @pytest.fixture
-def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
+def far(served, monkeypatch):
     """Return the host of the module's fixture `served`, with the variables of its ssh in the environment."""
     served.enter(monkeypatch)
     served.direct()

@@ -28,7 +28,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service or a se
 
 
 @pytest.fixture
-def far() -> Iterator[FarHost]:
+def far():
     with far_host(Path(f"/tmp/imgkit-far-{os.getpid()}")) as host:
         yield host
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from file_tree import write_files
 from labkit import output
 from notes import Notes
-from remotekit import FarHost, far_host, far_marks, run_at_once, sshd
+from remotekit import far_host, far_marks, run_at_once, sshd
 
 from imgkit_builder.data import folder, spec
 from imgkit_builder.data.folder import DataFolder
@@ -23,13 +22,13 @@ MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[FarHost]:
+def served():
     with far_host(Path(f"/tmp/imgkit-data-{os.getpid()}")) as host, sshd(host):
         yield host
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> DataFolder:
+def data(tmp_path):
     files = {f"data/x/part {number}": os.urandom(MB) for number in range(6)}
     return folder.find_folder(spec.parse_spec("data/x"), write_files(tmp_path / "project", files))
 
@@ -42,7 +41,7 @@ def send(home: Path, data: DataFolder, *earlier: str) -> Path:
 
 
 @pytest.mark.usefixtures("far")
-def test_two_runs_that_send_at_once_share_one_folder(tmp_path: Path, data: DataFolder) -> None:
+def test_two_runs_that_send_at_once_share_one_folder(tmp_path, data):
     home, targets = tmp_path / "my store", []
     run_at_once(lambda: targets.append(send(home, data)))
     assert targets == [home / "data" / data.name] * 3
@@ -51,7 +50,7 @@ def test_two_runs_that_send_at_once_share_one_folder(tmp_path: Path, data: DataF
 
 
 @pytest.mark.usefixtures("far")
-def test_next_version_needs_room_for_what_changed_alone(tmp_path: Path, data: DataFolder) -> None:
+def test_next_version_needs_room_for_what_changed_alone(tmp_path, data):
     """Linked files take no room, so their size is no reason to refuse; a disk that fills up is one."""
     disk = tmp_path / "disk"
     disk.mkdir()

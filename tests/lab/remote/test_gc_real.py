@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,13 @@ pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far-move")]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[FarHost]:
+def served():
     with far_host(Path(f"/tmp/imgkit-gc-{os.getpid()}")) as host, sshd(host):
         yield host
 
 
 @pytest.fixture
-def store(far: FarHost, tmp_path: Path) -> Path:
+def store(far, tmp_path):
     folder = tmp_path / "my store"
     for name in (*far_store.FOLDERS, "runs", "jobs"):
         (folder / name).mkdir(parents=True)

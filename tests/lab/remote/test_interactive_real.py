@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ pytestmark = [*slurm_marks, *far_marks, pytest.mark.xdist_group("far-shell")]
 
 
 @pytest.fixture(scope="module")
-def site(standin_notorch: str) -> Iterator[FarSite]:
+def site(standin_notorch):
     """A login node with a store whose name has a blank, and here a .sif and a folder of code."""
     folder = Path(f"/tmp/imgkit-shell-{os.getpid()}")
     cluster = Cluster(state=folder / "c")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ class Site(FarSite):
 
 
 @pytest.fixture(scope="module")
-def site(standin_notorch: str) -> Iterator[Site]:
+def site(standin_notorch):
     folder, name = Path(f"/tmp/imgkit-qsub-{os.getpid()}"), f"qsub{os.getpid()}"
     cluster = Cluster(state=folder / "c")
     with far_host(folder) as far:

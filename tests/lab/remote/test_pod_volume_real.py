@@ -9,7 +9,7 @@ import itertools
 import os
 import pwd
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,7 +101,7 @@ class Site:
 
 
 @pytest.fixture
-def site(standin_notorch: str) -> Iterator[Site]:
+def site(standin_notorch):
     folder = public_folder("pod-volume")
     with ExitStack() as stack:
         stack.enter_context(afterwards('rm -rf "$1"', folder))

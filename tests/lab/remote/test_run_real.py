@@ -85,7 +85,7 @@ class Site(FarSite):
 
 
 @pytest.fixture(scope="module")
-def site(standin_notorch: str) -> Iterator[Site]:
+def site(standin_notorch):
     folder = Path(f"/tmp/imgkit-run-{os.getpid()}")
     cluster = Cluster(state=folder / "c")
     with far_host(folder) as far:
@@ -327,7 +327,7 @@ def check_list(site: Site, first: str, second: str) -> None:
 
 
 @pytest.fixture
-def code(site: Site) -> Iterator[Path]:
+def code(site):
     """A folder of code in git, with names that a shell would take apart."""
     folder = site.folder / "my code"
     (folder / 'it\'s "b"').mkdir(parents=True)
@@ -406,7 +406,7 @@ def test_data_is_sent_once_and_read_beside_the_code(site: Site, code: Path) -> N
 
 
 @pytest.fixture
-def hub(site: Site) -> Iterator[Hub]:
+def hub(site):
     """A hub with a model and a data set, which only this machine reaches: the jobs have no address of it."""
     with serve_hub() as server:
         server.add("me/tiny", {"config.json": b"{}", "sub/weights.bin": os.urandom(300_000)})
@@ -691,7 +691,7 @@ case $* in *version_info*) echo 0 3.6 ;; *) echo "this fake of Python 3.6 runs n
 @pytest.fixture(
     params=["", pytest.param(FAKE_OF_PYTHON_36, marks=pytest.mark.soak)], ids=["none", "fake of 3.6"]
 )
-def python(site: Site, request: pytest.FixtureRequest) -> Iterator[str]:
+def python(site, request):
     """What the login node has as python3. Real Pythons are hidden on that node alone."""
 
     def login(*args: object) -> str:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ pytestmark = [*far_marks, pytest.mark.xdist_group("far-move")]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[FarHost]:
+def served():
     with far_host(Path(f"/tmp/imgkit-move-{os.getpid()}")) as host, sshd(host):
         yield host
 
@@ -86,7 +85,7 @@ def write_sif(path: Path, root: bytes) -> Path:
 
 
 @pytest.fixture
-def sif(tmp_path: Path) -> Path:
+def sif(tmp_path):
     """A .sif of 6 MB and some bytes; nothing in it can be compressed."""
     return write_sif(tmp_path / "x.sif", content(7, 6 * MB + 123))
 
@@ -141,7 +140,7 @@ def test_next_version_sends_what_changed(far: FarHost, tmp_path: Path, sif: Path
 
 
 @pytest.fixture
-def newer_rsync(tmp_path: Path) -> Path:
+def newer_rsync(tmp_path):
     """A folder with the rsync of Debian trixie.
 
     It lacks a fault of Debian 12's 3.2.7, which discards a file if the path of the basis is relative.
@@ -227,7 +226,7 @@ SEEDS = [1, *soak(*range(2, 21))]
 
 
 @pytest.fixture
-def large_sif(tmp_path: Path) -> Path:
+def large_sif(tmp_path):
     """A .sif of 12 MB."""
     return write_sif(tmp_path / "x.sif", content(7, 12 * MB))
 
@@ -404,7 +403,7 @@ def test_temporary_file_of_a_killed_rsync_is_used(far: FarHost, tmp_path: Path, 
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("a small disk needs root")
     disk = tmp_path / "disk"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -65,7 +64,7 @@ class Person:
 
 
 @pytest.fixture(scope="module")
-def people(standin_notorch: str) -> Iterator[tuple[Person, Person]]:
+def people(standin_notorch):
     folder = public_folder("people")
     (folder / "shared").mkdir()
     (folder / "shared").chmod(0o1777)

@@ -48,7 +48,7 @@ class Sources:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+def sources(tmp_path_factory):
     folder, drawn = tmp_path_factory.mktemp("accidents"), random.Random(1)  # noqa: S311 - no secret
     layers = [
         [tar_entry(f"{layer}/{number}", drawn.randbytes(100_000)) for number in range(4)]

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ class Line:
 
 
 @pytest.fixture(scope="module")
-def line(mn5_image: str, mn5_sif: Path) -> Iterator[Line]:
+def line(mn5_image, mn5_sif):
     folder = public_folder("line")
     line = Line(archive=folder / "mn5.tar", default=folder / "mn5.sif", fast=mn5_sif)
     try:
@@ -40,7 +39,7 @@ def line(mn5_image: str, mn5_sif: Path) -> Iterator[Line]:
 
 
 @pytest.fixture(params=["default", "fast"])
-def sif(line: Line, request: pytest.FixtureRequest) -> Path:
+def sif(line, request):
     path: Path = getattr(line, request.param)
     return path
 

@@ -8,7 +8,7 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ stacks = some.lists(some.lists(entries(), max_size=8), min_size=1, max_size=4)
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     """A place that every user can enter, unlike pytest's own."""
     with tempfile.TemporaryDirectory(prefix="imgkit-layers-") as name:
         Path(name).chmod(0o755)

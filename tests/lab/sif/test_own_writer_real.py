@@ -6,7 +6,7 @@ import gzip
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -50,7 +50,7 @@ ENV = (
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
+def folder():
     """A folder that every user can enter."""
     folder = public_folder("writer")
     yield folder
@@ -68,7 +68,7 @@ def converted(folder: Path, name: str, *, by_runtime: bool = False, **config: ob
 
 
 @pytest.fixture(scope="module")
-def sif(folder: Path) -> Path:
+def sif(folder):
     return converted(folder, "made", Env=ENV, Entrypoint=["show"], Labels={"weird": 'q"uote <&>'})
 
 

@@ -46,7 +46,7 @@ def word_pairs(name: str, *argv: str) -> set[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def document(mn5_sif: Path) -> str:
+def document(mn5_sif):
     return listed(mn5_sif)
 
 

@@ -12,7 +12,7 @@ import shutil
 import stat
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ def sif(*args: str | Path, folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def lab(standin_notorch: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(standin_notorch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sif")
     for parent in (folder, *folder.parents):
         if parent.stat().st_uid == os.getuid():
@@ -292,7 +292,7 @@ def test_own_reader_agrees_with_runtime(lab: Lab, way: str, tmp_path: Path) -> N
 
 
 @pytest.fixture
-def user() -> Iterator[str]:
+def user():
     """An ordinary user with a home, for this test."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make an ordinary user")

@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ CONFIG = {"Env": ENV, "Entrypoint": ["printf", "<%s>"], "Cmd": ["a b", "it's"], 
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
+def folder():
     """A folder that every user can enter."""
     folder = public_folder("sqsh")
     (folder / "x.tar").write_bytes(archive([layer()], config=CONFIG))
@@ -81,7 +81,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def sqsh(folder: Path) -> Path:
+def sqsh(folder):
     target = folder / f"{NASTY}.sqsh"
     answer = imgkit_json("sif", folder / "x.tar", "-o", target)
     assert (answer["file"], answer["format"], answer["record"]["compression"]) == (
@@ -97,7 +97,7 @@ def sqsh(folder: Path) -> Path:
 
 
 @pytest.fixture
-def unpacked(sqsh: Path, as_user: Sequence[str], request: pytest.FixtureRequest) -> Iterator[Path]:
+def unpacked(sqsh, as_user, request):
     """The files of the .sqsh, as this user unpacks them, without an error."""
     folder = public_folder("unpacked")
     folder.chmod(0o777)
@@ -182,7 +182,7 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture
-def copy(sqsh: Path, tmp_path: Path) -> Path:
+def copy(sqsh, tmp_path):
     shutil.copy(f"{sqsh}.sha256", tmp_path)
     return Path(shutil.copy(sqsh, tmp_path))
 
@@ -209,7 +209,7 @@ def test_show_prints_image_and_compression(call: Call, sqsh: Path) -> None:
 
 
 @pytest.fixture
-def refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def refused(call, monkeypatch):
     """Run imgkit in a folder whose files must stay as they are, and return its refusal."""
 
     def run(folder: Path, *args: object, code: int = 2) -> str:

@@ -8,7 +8,6 @@ import pwd
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +93,7 @@ ALLOWED = {
 
 
 @pytest.fixture(scope="module", params=["root", "ordinary user"])
-def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
+def trees(request):
     """The user who converted, the files of the .sif that imgkit wrote, and those of the runtime's."""
     folder = public_folder("writers")
     try:
