@@ -124,7 +124,7 @@ def test_files_are_those_of_a_docker_build(lab: Lab, standin_notorch: str) -> No
         imgkit_json(*words, folder=lab.folder)
         imgkit_json("sif", name, "-o", "docker.sif", "--no-test", folder=lab.folder)
     finally:
-        docker("rmi", "--force", name)
+        docker("rmi --force", name)
     ours, theirs = shown(lab.folder / "mine.sif"), shown(lab.folder / "docker.sif")
     assert sorted(ours.keys() ^ theirs.keys()) == []
     assert {path: (ours[path], theirs[path]) for path in ours if ours[path] != theirs[path]} == {}
@@ -137,7 +137,7 @@ def test_files_are_those_of_a_docker_build(lab: Lab, standin_notorch: str) -> No
 def test_root_keeps_every_owner(lab: Lab, standin_notorch: str) -> None:
     words = ("build", "./mine.yaml", "--with", "apptainer", "--base-from", "base.tar", "--no-test")
     imgkit_json(*words, "-o", "root.sif", folder=lab.folder)
-    imgkit_json("sif", "base.tar", "-o", "base.sif", "--no-test", folder=lab.folder)
+    imgkit_json("sif base.tar -o base.sif --no-test", folder=lab.folder)
     before, after = (shown(lab.folder / name, owners=True) for name in ("base.sif", "root.sif"))
     kept = {path: after[path] for path in before if path in after}
     assert {path for path in kept if kept[path][-2:] != before[path][-2:]} == set()
@@ -276,7 +276,7 @@ def test_secrets_are_refused_at_their_line(tiny: Path) -> None:
     recipe = TINY.replace("{run}", "{{command: 'true', secrets: [token]}}").format()
     (tiny / "s.yaml").write_text(f"{recipe}\n".replace("run:", "secrets: [{id: token, env: X}]\n  run:"))
     expect_failure(
-        imgkit("build", "./s.yaml", "--with", "apptainer", "--base-from", "tiny.tar", folder=tiny),
+        imgkit("build ./s.yaml --with apptainer --base-from tiny.tar", folder=tiny),
         2,
         "s.yaml:4: --with apptainer has no build secrets",
     )

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import uuid
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from typing import Any
 
 import labkit
 import pytest
-from labkit import IMGKIT, docker, expect_failure, imgkit, imgkit_json, until
+from labkit import IMGKIT, docker, expect_failure, expect_success, imgkit, imgkit_json, run, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import image_source
+from imgkit_builder.engine.building import _label_instruction
 from imgkit_builder.oci.manifest import Probe
 from imgkit_builder.workflow import build as workflow
 from imgkit_builder.workflow import build_record
@@ -33,7 +35,7 @@ PREFIX = f"imgkit-test-build-{os.getpid()}"
 
 def running(marker: str) -> list[str]:
     """Containers, stopped ones too, whose command holds `marker`: others may use the same engine."""
-    lines = docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Command}}").splitlines()
+    lines = docker("ps --all --no-trunc --format", "{{.ID}} {{.Command}}").splitlines()
     return [line.split()[0] for line in lines if marker in line]
 
 
@@ -42,9 +44,11 @@ def write(home):
     """``write("name", "RUN text")``: a recipe file; images of its name are removed at the end."""
     names: list[str] = []
 
-    def make(name: str, *run: str, base: str = "registry.invalid/base:1", extra: str = "") -> Path:
-        steps = "".join(f"    - {json.dumps(step)}\n" for step in run)
-        text = f"description: test\nimage:\n  base: {base}\n{extra}" + (f"  run:\n{steps}" if run else "")
+    def make(name: str, *commands: str, base: str = "registry.invalid/base:1", extra: str = "") -> Path:
+        steps = "".join(f"    - {json.dumps(step)}\n" for step in commands)
+        text = f"description: test\nimage:\n  base: {base}\n{extra}" + (
+            f"  run:\n{steps}" if commands else ""
+        )
         file = home / f"{PREFIX}-{name}.yaml"
         file.write_text(text)
         names.append(file.stem)
@@ -52,7 +56,7 @@ def write(home):
 
     yield make
     for name in names:
-        subprocess.run(["docker", "rmi", "--force", f"{name}:latest"], capture_output=True, check=False)
+        run("docker", "rmi", "--force", f"{name}:latest")
 
 
 @pytest.fixture
@@ -60,9 +64,9 @@ def private_base(standin_notorch):
     """A base for one test: Docker's cache takes the newest image of a step, also that of another test."""
     name = f"{PREFIX}-base:1"
     text = f"FROM {standin_notorch}\nLABEL only={PREFIX}\n"
-    subprocess.run(["docker", "build", "--quiet", "--tag", name, "-"], input=text, text=True, check=True)
+    docker("build --quiet --tag", name, "-", stdin=text)
     yield name
-    docker("rmi", "--force", name)
+    docker("rmi --force", name)
 
 
 INSTALLED = """
@@ -76,7 +80,7 @@ print(json.dumps({"digests": digests, "packed": packed}))
 
 def installed(image: str) -> dict[str, Any]:
     """The entry points in `image`: digests of all files, byte code too, and their size in a registry."""
-    output = docker("run", "--rm", "--entrypoint", "python3", image, "-IBc", INSTALLED)
+    output = docker("run --rm --entrypoint python3", image, "-IBc", INSTALLED)
     return dict(json.loads(output.splitlines()[-1]))
 
 
@@ -139,7 +143,7 @@ def test_build_is_tested_labelled_and_repeatable(
 
     facts = "\n".join(engines.image_facts(f"{file.stem}:latest").lines())
     assert facts.startswith("STAND-IN")
-    baked = docker("run", "--rm", "--entrypoint", "cat", f"{file.stem}:latest", "/opt/imgkit/manifest.json")
+    baked = docker("run --rm --entrypoint cat", f"{file.stem}:latest", "/opt/imgkit/manifest.json")
     assert json.loads(baked)["base"]["probe"]["python"]
     assert json.loads(baked)["base"]["digest"] == ""
 
@@ -163,7 +167,7 @@ def test_new_pip_conflict_keeps_old_tag(write: Callable[..., Path], standin_noto
         1,
         "new conflicts: broken 1 requires absent-package",
     )
-    assert docker("inspect", "--format", "{{.Id}}", f"{PREFIX}-conflict:latest") == good["id"]
+    assert docker("inspect --format {{.Id}}", f"{PREFIX}-conflict:latest") == good["id"]
 
 
 def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_notorch: str) -> None:
@@ -177,7 +181,7 @@ def test_failing_step_names_line_and_log(write: Callable[..., Path], standin_not
         "returned a non-zero code: 7",
     )
     assert not running(marker)
-    assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
+    assert run("docker", "inspect", f"{file.stem}:latest").returncode == 1
 
 
 @pytest.mark.parametrize("builder", ["classic", pytest.param("buildx", marks=pytest.mark.buildx)])
@@ -218,7 +222,7 @@ def test_interrupted_build_leaves_no_container(
         until(lambda: not running(marker), describe=lambda: "the build's container is still there")
     finally:
         process.kill()
-    assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
+    assert run("docker", "inspect", f"{file.stem}:latest").returncode == 1
 
 
 @pytest.mark.parametrize("purpose", ["export", "run"])
@@ -240,7 +244,7 @@ with connect() as engine:
     threading.Timer(2, die).start()
     run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"], platform=HERE)
 """
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    process = run(sys.executable, "-c", program)
     assert (process.returncode, process.stdout) == (-signal.SIGKILL, "now\n"), process.stderr
     until(lambda: not running(marker), describe=lambda: "the container is still there")
 
@@ -275,28 +279,17 @@ def test_arm64_is_built_and_tested_by_emulator(
 
 
 def test_odd_label_values_survive(write: Callable[..., Path], standin_notorch: str) -> None:
-    from imgkit_builder.engine.building import _label_instruction
-
     value = 'a "b" $HOME \\n ${x} é = end\\'
     text = f"FROM {standin_notorch}\n" + _label_instruction({"k": value})
-    process = subprocess.run(
-        ["docker", "build", "--quiet", "--tag", f"{PREFIX}-label", "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "DOCKER_BUILDKIT": "0"},
-    )
+    image_id = docker("build --quiet --tag", f"{PREFIX}-label", "-", stdin=text, env={"DOCKER_BUILDKIT": "0"})
     try:
-        labels = json.loads(docker("inspect", "--format", "{{json .Config.Labels}}", process.stdout.strip()))
+        labels = json.loads(docker("inspect --format", "{{json .Config.Labels}}", image_id))
     finally:
         docker("rmi", f"{PREFIX}-label")
     assert labels["k"] == value
 
 
 def test_stream_of_a_real_save_is_whole(home: Path, standin_notorch: str) -> None:
-    import tarfile
-
     with engines.connect() as engine, engines.save_stream(engine, standin_notorch) as chunks:
         path = home / "x.tar"
         with path.open("wb") as file:
@@ -304,7 +297,6 @@ def test_stream_of_a_real_save_is_whole(home: Path, standin_notorch: str) -> Non
                 file.write(chunk)
     with tarfile.open(path) as tar:
         member = tar.extractfile("manifest.json")
-        assert member is not None
         (only,) = json.load(member)
     assert only["RepoTags"] == [standin_notorch]
 
@@ -319,7 +311,7 @@ def registry(home):
 def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
     (home / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
     local, ref = f"{PREFIX}-tiny:latest", f"{registry}/group/tiny:1"
-    docker("build", "--quiet", "--tag", local, str(home))
+    docker("build --quiet --tag", local, str(home))
     try:
         digest = imgkit_json("push", local, ref)["digest"]
         docker("rmi", ref)
@@ -332,28 +324,25 @@ def test_push_and_pull_give_the_same_digest(registry: str, home: Path) -> None:
                 image_source.pull_image(engine, ref, "linux/arm64", Silent())
     finally:
         for name in (local, ref, f"{registry}/group/tiny@{digest}"):
-            subprocess.run(["docker", "rmi", "--force", name], capture_output=True, check=False)
+            run("docker", "rmi", "--force", name)
 
 
 def test_fake_amd_image_starts_on_cpus_alone(write: Callable[..., Path], standin_notorch: str) -> None:
     """A fake: the stand-in with ROCm's variable and folder. No AMD software exists here."""
     base = f"{PREFIX}-fake-amd:1"
     dockerfile = f"FROM {standin_notorch}\nENV ROCM_PATH=/opt/rocm\nRUN mkdir -p /opt/rocm\n"
-    docker("build", "--quiet", "--tag", base, "-", stdin=dockerfile)
+    docker("build --quiet --tag", base, "-", stdin=dockerfile)
     try:
         file = write("amd", base=base)
         built = imgkit("build", file, "--base", base, "--no-test")
         assert f"warning: {base}, which sets ROCM_PATH, is an image for AMD GPUs" in built.stderr
-        run = ("docker", "run", "--rm", "--entrypoint", "dist-hello", f"{file.stem}:latest")
-        refused = subprocess.run(run, capture_output=True, text=True, check=False)
-        assert refused.returncode == 5
-        assert "/opt/rocm: the image is made for AMD GPUs" in refused.stderr
-        assert "to run on CPUs: --device cpu" in refused.stderr
-        planned = subprocess.run(
-            (*run, "--device", "cpu", "--dry-run"), capture_output=True, text=True, check=False
+        start = ("docker", "run", "--rm", "--entrypoint", "dist-hello", f"{file.stem}:latest")
+        expect_failure(
+            run(*start),
+            5,
+            "/opt/rocm: the image is made for AMD GPUs",
+            "to run on CPUs: --device cpu",
         )
-        assert planned.returncode == 0, planned.stderr
+        expect_success(run(*start, "--device", "cpu", "--dry-run"))
     finally:
-        subprocess.run(
-            ["docker", "rmi", "--force", f"{PREFIX}-amd:latest", base], capture_output=True, check=False
-        )
+        run("docker", "rmi", "--force", f"{PREFIX}-amd:latest", base)

@@ -89,7 +89,7 @@ def load_base(folder: Path, base: str) -> None:
     """Give the engine of the variables the base."""
     if base == BASE:
         tiny_image.write(folder / "base.tar", BASE)
-        docker("load", "-i", folder / "base.tar")
+        docker("load -i", folder / "base.tar")
         return
     env = {name: value for name, value in os.environ.items() if name != "DOCKER_HOST"}
     with subprocess.Popen(["docker", "save", base], stdout=subprocess.PIPE, env=env) as save:
@@ -110,7 +110,7 @@ def foreign(base):
             (shared_folder() / f"tags-{folder.name}").write_text(tag + (f" {base}" if base == BASE else ""))
             build(recipe(folder, "line", base, "one"), tag, base)
             imgkit_json("save", tag, "-o", "foreign.tar", folder=folder)
-            imgkit_json("sif", "foreign.tar", "-o", "foreign.sif", "--no-test", folder=folder)
+            imgkit_json("sif foreign.tar -o foreign.sif --no-test", folder=folder)
             (folder / "foreign.tar").unlink()
     return folder / "foreign.sif"
 
@@ -164,7 +164,7 @@ def line(
             ids.add(converted["record"]["image_id"])
         ids.add(saved["image"]["id"])
         yield Line(kind=kind, folder=folder, name=tag, registry=address, built=built, ids=ids, sifs=sifs)
-        tags = docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
+        tags = docker("images --format {{.Repository}}:{{.Tag}}").splitlines()
         leftover_tags = [name for name in tags if tag[:-2] in name or (kind != "docker" and base in name)]
         run("docker", "rmi", "--force", *leftover_tags)
 
@@ -212,7 +212,7 @@ def test_pushed_image_comes_back(line: Line) -> None:
 
 
 def test_doctor_tells_version_store_and_builder(line: Line) -> None:
-    checks = json.loads(imgkit("doctor", "--json").stdout)["checks"]
+    checks = json.loads(imgkit("doctor --json").stdout)["checks"]
     (check,) = (check for check in checks if check["name"] == "docker")
     product, store, builder = {
         "podman": ("Podman", "overlay", "podman"),
@@ -222,7 +222,7 @@ def test_doctor_tells_version_store_and_builder(line: Line) -> None:
         "sid": ("Docker", "containerd (overlayfs)", "classic"),
         "trixie": ("Docker", "containerd (overlayfs)", "classic"),
     }.get(line.kind, ("Docker", "", "classic"))
-    version = docker("version", "--format", "{{.Server.Version}}")
+    version = docker("version --format {{.Server.Version}}")
     assert check["found"].startswith(f"{product} {version}, API ")
     assert f", store {store}" in check["found"]
     assert f", builder {builder}" in check["found"]

@@ -95,8 +95,7 @@ def lab(standin_notorch, tmp_path_factory):
 
 def unpacked(path: Path, folder: Path) -> Path:
     """The root partition's files, unpacked by root."""
-    root = image.read(path).root
-    assert root is not None
+    root = image.read(path).require_root()
     if os.geteuid() != 0:
         pytest.skip("owners and devices are unpacked by root only")
     output("unsquashfs", "-quiet", "-no-progress", "-o", str(root.offset), "-d", folder, path)
@@ -219,8 +218,6 @@ def test_same_data_objects(lab: Lab) -> None:
 def test_export_is_taken_and_told(lab: Lab, tmp_path: Path) -> None:
     """Nobody chooses here; a file of the other route is as good."""
     exported, streamed = image.read(lab.export).record, image.read(lab.layers).record
-    assert exported is not None
-    assert streamed is not None
     assert (exported.route, streamed.route) == ("export", "stream")
     shutil.copy(lab.layers, tmp_path / "x.sif")
     assert sif(lab.name, "-o", "x.sif", folder=tmp_path)["up_to_date"]
@@ -244,7 +241,6 @@ def test_export_is_reproducible(lab: Lab) -> None:
 def test_archive_same_image(lab: Lab) -> None:
     answer = sif(lab.archive, "-o", "archive.sif", folder=lab.folder)
     record = image.read(lab.layers).record
-    assert record is not None
     assert answer["record"]["image_id"] == record.image_id
     assert tuple(answer["record"]["diff_ids"]) == record.diff_ids
     assert sif(lab.archive, "-o", "archive.sif", folder=lab.folder)["up_to_date"]
@@ -254,7 +250,6 @@ def test_oci_folder_same_image(lab: Lab, tmp_path: Path) -> None:
     oci_folder.write_layout(stored.open_image(lab.archive), tmp_path / "oci", Silent())
     answer = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
     superblock = image.root_superblock(image.read(lab.folder / "oci.sif"))
-    assert superblock is not None
     assert superblock.compressor == "gzip"
     assert answer["record"]["compression"] == "gzip 6"
 
@@ -282,10 +277,8 @@ def test_own_reader_agrees_with_runtime(lab: Lab, way: str, tmp_path: Path) -> N
     parsed: SifImage = image.read(getattr(lab, way))
     ranges = [(entry.id, entry.offset, entry.offset + entry.size_bytes) for entry in parsed.descriptors]
     assert ranges == parsed_list(parsed.path)
-    assert parsed.root is not None
-    dumped = subprocess.run(
-        ["singularity", "sif", "dump", str(parsed.root.id), str(parsed.path)], capture_output=True, check=True
-    ).stdout
+    argv = ["singularity", "sif", "dump", str(parsed.require_root().id), str(parsed.path)]
+    dumped = subprocess.run(argv, capture_output=True, check=True).stdout
     assert hashlib.sha256(dumped).hexdigest() == image.root_sha256(parsed.path)
     header = output("singularity", "sif", "header", parsed.path)
     assert re.search(rf"Primary Architecture:\s+{parsed.arch}$", header, re.M)
