@@ -8,6 +8,7 @@ import functools
 import gzip
 import io
 import json
+import re
 import shutil
 import sys
 import tarfile
@@ -354,14 +355,20 @@ def _tree(data: bytes, folder: Path) -> None:
 
 
 ENVIRONMENTS = (
-    {"SLURM_JOB_ID": "5", "SLURM_NNODES": "3", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x3)"},
-    {"PBS_JOBID": "5.x", "PBS_NODEFILE": "/nodes", "PBS_NODENUM": "1", "FILE": "n1\nn2\nn2"},
-    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "IMGKIT_NODES": "a,b", "PMIX_RANK": "1"},
-    {"PALS_RANKID": "1", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "0", "PALS_APID": "x", "IMGKIT_NODES": "a b"},
-    {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "IMGKIT_NODES": "a b"},
-    {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "KUBERNETES_SERVICE_HOST": "x", "PET_NNODES": "2", "PET_NODE_RANK": "1"},
-    {"IMGKIT_NNODES": "2", "IMGKIT_NODE_RANK": "1", "IMGKIT_HEAD": "a", "IMGKIT_PORT": "5000", "IMGKIT_NODES": "a[1-2]"},
-)  # fmt: skip
+    "SLURM_JOB_ID=5; SLURM_NNODES=3; SLURM_NODEID=1; SLURM_JOB_NODELIST=n[1-3]; SLURM_PROCID=1; "
+    "SLURM_NTASKS=3; SLURM_STEP_ID=0; SLURM_STEP_NODELIST=n[1-3]; SLURM_STEP_NUM_NODES=3; "
+    "SLURM_STEP_NUM_TASKS=3; SLURM_STEP_TASKS_PER_NODE=1(x3); SLURM_LOCALID=0; "
+    "SLURM_TASKS_PER_NODE=1(x3)",
+    "PBS_JOBID=5.x; PBS_NODEFILE=/nodes; PBS_NODENUM=1; FILE=n1\nn2\nn2",
+    "OMPI_COMM_WORLD_SIZE=2; OMPI_COMM_WORLD_RANK=1; OMPI_COMM_WORLD_LOCAL_SIZE=1; "
+    "OMPI_COMM_WORLD_LOCAL_RANK=0; IMGKIT_NODES=a,b; PMIX_RANK=1",
+    "PALS_RANKID=1; PALS_NODEID=1; PALS_LOCAL_RANKID=0; PALS_APID=x; IMGKIT_NODES=a b",
+    "PMI_RANK=1; PMI_SIZE=2; MPI_LOCALNRANKS=1; MPI_LOCALRANKID=0; IMGKIT_NODES=a b",
+    "WORLD_SIZE=2; RANK=1; MASTER_ADDR=a; MASTER_PORT=29500; KUBERNETES_SERVICE_HOST=x; PET_NNODES=2; "
+    "PET_NODE_RANK=1",
+    "IMGKIT_NNODES=2; IMGKIT_NODE_RANK=1; IMGKIT_HEAD=a; IMGKIT_PORT=5000; IMGKIT_NODES=a[1-2]",
+)
+"""What launchers set, ``NAME=VALUE``; FILE is the text of the node file."""
 
 
 def _placement(data: bytes, _: Path) -> None:
@@ -641,7 +648,7 @@ TARGETS = (
     Target(
         "placement",
         _placement,
-        lambda: [json.dumps(env).encode() for env in ENVIRONMENTS],
+        lambda: [json.dumps(dict(re.findall(r"(\w+)=([^;]*)", env))).encode() for env in ENVIRONMENTS],
         mutate.in_json,
     ),
     Target(

@@ -1,4 +1,4 @@
-"""Documents agree with the code: messages, variables, exit codes, links, JSON examples, generated tables."""
+"""Documents agree with the code: messages, variables, exit codes, links, JSON, tables, guarantees."""
 
 from __future__ import annotations
 
@@ -235,3 +235,20 @@ def test_no_file_has_markers_of_a_merge(tmp_path: Path) -> None:
     lines = ("<" * 7 + " HEAD", "one", "=" * 7, "other", ">" * 7 + " 31eeac2 (a change)", "=" * 9)
     (tmp_path / "page.md").write_text("\n".join(lines))
     assert [line.split(":")[1] for line in merge_markers(tmp_path)] == ["1", "3", "5"]
+
+
+def test_every_guarantee_names_tests_that_exist() -> None:
+    text = (ROOT / "tests/guarantees.md").read_text(encoding="utf-8")
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = set(re.findall(r"^def (test_\w+)\(", code, re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 20
+    assert named - tests == set()
+    subjects = {path.name for path in (ROOT / "tests").rglob("refusals/*.yaml")}
+    assert set(re.findall(r"`refusals/(\w+\.yaml)`", text)) <= subjects
+    rows = [
+        row
+        for row in re.findall(r"^\| (.+) \|$", text, re.MULTILINE)
+        if not row.startswith(("guarantee", "---"))
+    ]
+    assert [row for row in rows if not re.search(r"`test_\w+`$", row)] == []
