@@ -65,7 +65,7 @@ def test_changed_inputs_are_taken_or_refused(house: House, name: str) -> None:
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
     @hypothesis.given(strategies.sampled_from(seeds), strategies.lists(random_change, min_size=1, max_size=4))
-    def check(seed: bytes, changes: list[mutate.Change]) -> None:
+    def check(seed, changes):
         assert not house.fault(name, hunt.applied(target, seed, changes))
 
     check()
@@ -83,7 +83,7 @@ def test_pipe_or_device_is_refused_at_once(
 ) -> None:
     """The files that the readers of the table are given become pipes and devices."""
 
-    def late(*_: object) -> None:
+    def late(*_):
         raise AssertionError(f"{target.name} waits for a {kind}, or reads all of it")
 
     written: list[Path] = []

@@ -10,9 +10,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -32,12 +30,12 @@ JSON_EXAMPLES = json.loads((DOCS / "_ext/json_examples.json").read_text(encoding
 SOURCES = [path for folder in ("builder", "entrypoints") for path in (ROOT / folder).rglob("*.py")]
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
+def run(*argv):
     return subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=60)
 
 
 @functools.cache
-def site_tool(name: str) -> ModuleType:
+def site_tool(name):
     """Load one of the site's own tools, which are no package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / "_ext" / f"{name}.py")
     assert spec is not None
@@ -47,7 +45,7 @@ def site_tool(name: str) -> ModuleType:
     return module
 
 
-def messages_in(code: str) -> Iterator[str]:
+def messages_in(code):
     """Yield each string of a program on one line; an f-string has … for its values."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -72,7 +70,7 @@ def test_values_of_a_message_are_placeholders() -> None:
     assert {"a: … of …, b", "no file …"} <= set(messages_in(code))
 
 
-def shape(value: object) -> object:
+def shape(value):
     """Return the keys of a JSON object, without the keys of mappings whose keys are data."""
     if isinstance(value, dict):
         return {key: shape(item) for key, item in value.items() if key not in ("env", "limits", "partitions")}
@@ -113,7 +111,7 @@ def test_every_variable_of_the_code_is_in_the_table() -> None:
     assert table == variables | for_developers
 
 
-def options_on(page: Path) -> Iterator[tuple[str, str]]:
+def options_on(page):
     """Yield each command that a page shows, with each long option behind it; `--` begins the next command."""
     text = page.read_text(encoding="utf-8")
     lines = [*re.findall(r"^    (\S.*)$", text, re.MULTILINE), *re.findall(r"`([^`\n]+)`", text)]
@@ -152,7 +150,7 @@ def test_table_of_exit_codes_is_that_of_the_code() -> None:
     assert {int(row) for row in rows} == {0, INTERRUPTED} | codes
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return the anchors of a page's headings, as the repository's pages and the site make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
@@ -223,7 +221,7 @@ def test_hooks_run_tools_that_ci_runs() -> None:
     assert programs == {".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/shellcheck", "ci/check"}
 
 
-def merge_markers(folder: Path) -> list[str]:
+def merge_markers(folder):
     """Return the lines that git leaves in a file where two changes meet. Ignored files do not count."""
     argv = ["git", "grep", "--untracked", "-InE", r"^([<>|]{7}( |$)|={7}$)"]
     return subprocess.run(argv, cwd=folder, stdout=subprocess.PIPE, text=True).stdout.splitlines()

@@ -31,17 +31,17 @@ sys.meta_path.insert(0, Blocker())
 """
 
 
-def run_blocked(blocked: tuple[str, ...], body: str) -> subprocess.CompletedProcess[str]:
+def run_blocked(blocked, body):
     """Run `body` in a fresh interpreter in which importing any of `blocked` fails."""
     code = BLOCKER.format(blocked=blocked, body=body)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
-def import_all(*modules: str) -> str:
+def import_all(*modules):
     return "\n".join(f"import {module}" for module in modules)
 
 
-def modules_below(folder: Path, root: Path) -> list[str]:
+def modules_below(folder, root):
     paths = sorted(path for path in folder.rglob("*.py") if path.name != "__main__.py")
     return [
         ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in paths
@@ -113,7 +113,7 @@ print(code, [name for name, file in files.items() if "-packages" in file and fil
 WRITTEN = ROOT / "tests/written/0.3.0"
 
 
-def exit_code_and_compiled(folder: Path, arguments: str) -> str:
+def exit_code_and_compiled(folder, arguments):
     """Run `imgkit ARGUMENTS`, and return its exit code with the compiled modules that it has loaded."""
     archive = folder / "foreign.tar"  # of an image that imgkit did not build
     archive.write_bytes(tar_of_files(SampleImage().legacy_members()))

@@ -6,7 +6,6 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import grimp
@@ -32,7 +31,7 @@ def test_entry_points_import_the_standard_library_and_torch() -> None:
     assert libraries - sys.stdlib_module_names == {"torch", "wandb"}
 
 
-def package_layers() -> dict[str, int]:
+def package_layers():
     """Return the layer of each package in the contracts. A larger number is a lower layer."""
     layers = [
         (contract["containers"][0], layer)
@@ -50,7 +49,7 @@ def package_layers() -> dict[str, int]:
 MODULE_NAME = re.compile(r"\bimgkit_(?:builder|entrypoints)(?:\.[a-z_]\w*)+")
 
 
-def names_in_strings(text: str) -> Iterator[tuple[str, int]]:
+def names_in_strings(text):
     """Yield the modules that the strings of a program name, with the line; docstrings do not count."""
     tree = ast.parse(text)
     bodies = [node.body for node in ast.walk(tree) if isinstance(getattr(node, "body", None), list)]
@@ -97,7 +96,7 @@ def test_page_shows_the_layers(container: str) -> None:
     assert "\n".join(("```text", *layers, "```")) in PAGE
 
 
-def has_name(package: Path, name: str) -> bool:
+def has_name(package, name):
     """Return whether a package has a module or package of this name, or defines a function of this name."""
     is_module = (package / f"{name}.py").is_file() or (package / name).is_dir()
     return is_module or f"def {name}(" in (package / "__init__.py").read_text(encoding="utf-8")

@@ -105,7 +105,7 @@ def lab(standin_notorch, user, public_imgkit):
         shutil.rmtree(folder)
 
 
-def shown(path: Path, *, owners: bool = False) -> dict[str, tuple[object, ...]]:
+def shown(path, *, owners=False):
     """What a runtime shows of a .sif, without times and without what runtimes make."""
     return {
         name: (file.mode, file.content, *((file.uid, file.gid) if owners else ()))
@@ -183,13 +183,13 @@ def tiny(tmp_path):
     return tmp_path
 
 
-def build(folder: Path, run_step: str, *more: object, base: str = "tiny.tar") -> Any:
+def build(folder, run_step, *more, base="tiny.tar"):
     (folder / "small.yaml").write_text(TINY.format(run=json.dumps(run_step)))
     words = ("build", "./small.yaml", "--with", "apptainer", "--base-from", base, "--no-test")
     return imgkit(*words, *more, folder=folder)
 
 
-def left(folder: Path) -> list[str]:
+def left(folder):
     return sorted(one.name for one in folder.iterdir() if one.name.startswith("."))
 
 

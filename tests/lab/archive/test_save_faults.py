@@ -29,7 +29,7 @@ def shim(tmp_path_factory):
     return library
 
 
-def sweep(shim: Path, verb: str, folder: Path, how: str, code: int, before: str) -> list[dict[str, object]]:
+def sweep(shim, verb, folder, how, code, before):
     result = subprocess.run(
         [sys.executable, LAB / "faults.py", verb, folder, how, str(code), before],
         env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": f"{LAB}:{LAB.parent / 'kit'}"},
@@ -77,7 +77,7 @@ def test_fault_while_a_sif_is_written(shim: Path, tmp_path: Path, how: str, code
     assert [row for row in rows if row["rest"]] == []
 
 
-def assert_nothing_torn(rows: list[dict[str, object]], how: str, *states: str) -> None:
+def assert_nothing_torn(rows, how, *states):
     assert [row for row in rows if row["state"] not in ("old", "new", "absent", *states)] == []
     assert {row["ended"] for row in rows} <= {"done", "reported", "died"}
     assert [row for row in rows if row["ended"] == "done" and row["state"] != "new"] == []

@@ -30,7 +30,7 @@ NAME = f"imgkit-test-save-{os.getpid()}"
 TAG = f"{NAME}:1"
 
 
-def verdicts(path: Path) -> tuple[int, dict[str, str]]:
+def verdicts(path):
     result = imgkit("verify", path, "--json")
     document = json.loads(result.stdout)
     assert document["schema"] == 1

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,13 +24,13 @@ system: {title: x, scheduler: slurm}
 class Runner:
     """A runner's folder, which lasts over the steps of a job."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         for name in ("GITHUB_PATH", "GITHUB_OUTPUT"):
             (folder / name).touch()
         (folder / "work").mkdir()
 
-    def step(self, step: dict[str, Any], **inputs: str) -> subprocess.CompletedProcess[str]:
+    def step(self, step, **inputs):
         values = {f"inputs.{name}": value for name, value in inputs.items()}
         values |= {"github.action_path": str(ROOT / "ci/action"), "runner.temp": str(self.folder)}
         env = {

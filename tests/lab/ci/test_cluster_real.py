@@ -11,7 +11,7 @@ from labkit import LAB, SLURMS, Cluster, run
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("cluster")]
 
 
-def keepers(state: Path) -> list[str]:
+def keepers(state):
     """Processes that still name this cluster's folder on their command line."""
     command_lines = []
     for folder in Path("/proc").iterdir():

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from labkit import LAB, Done, expect_success, ordinary_user, output, run
+from labkit import LAB, expect_success, ordinary_user, output, run
 
 pytestmark = [
     pytest.mark.docker,
@@ -23,16 +23,16 @@ pytestmark = [
 ]
 
 
-def engine(verb: str, folder: Path, *options: str) -> Done:
+def engine(verb, folder, *options):
     return run(LAB / "engine", verb, "--private", folder, *options)
 
 
-def answers(folder: Path) -> bool:
+def answers(folder):
     env = {**os.environ, "DOCKER_HOST": f"unix://{folder}/docker.sock"}
     return subprocess.run(["docker", "version"], env=env, capture_output=True, timeout=30).returncode == 0
 
 
-def processes(folder: Path) -> list[str]:
+def processes(folder):
     """Command lines that name this engine's folder."""
     command_lines = []
     for entry in Path("/proc").iterdir():
@@ -45,7 +45,7 @@ def processes(folder: Path) -> list[str]:
     return command_lines
 
 
-def mounts(folder: Path) -> list[str]:
+def mounts(folder):
     lines = Path("/proc/self/mounts").read_text().splitlines()
     return [line for line in lines if line.split()[1].replace("\\040", " ").startswith(str(folder))]
 

@@ -25,7 +25,7 @@ def checkout(tmp_path_factory):
     shutil.rmtree(copy)
 
 
-def has_image(name: str) -> bool:
+def has_image(name):
     return subprocess.run(["docker", "image", "inspect", name], capture_output=True).returncode == 0
 
 

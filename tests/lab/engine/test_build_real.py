@@ -12,7 +12,6 @@ import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import labkit
 import pytest
@@ -22,7 +21,6 @@ from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import image_source
 from imgkit_builder.engine.building import _label_instruction
-from imgkit_builder.oci.manifest import Probe
 from imgkit_builder.workflow import build as workflow
 from imgkit_builder.workflow import build_record
 from imgkit_builder.workflow.build_request import BuildRequest
@@ -33,7 +31,7 @@ pytestmark = pytest.mark.docker
 PREFIX = f"imgkit-test-build-{os.getpid()}"
 
 
-def running(marker: str) -> list[str]:
+def running(marker):
     """Containers, stopped ones too, whose command holds `marker`: others may use the same engine."""
     lines = docker("ps --all --no-trunc --format", "{{.ID}} {{.Command}}").splitlines()
     return [line.split()[0] for line in lines if marker in line]
@@ -44,7 +42,7 @@ def write(home):
     """``write("name", "RUN text")``: a recipe file; images of its name are removed at the end."""
     names: list[str] = []
 
-    def make(name: str, *commands: str, base: str = "registry.invalid/base:1", extra: str = "") -> Path:
+    def make(name, *commands, base="registry.invalid/base:1", extra=""):
         steps = "".join(f"    - {json.dumps(step)}\n" for step in commands)
         text = f"description: test\nimage:\n  base: {base}\n{extra}" + (
             f"  run:\n{steps}" if commands else ""
@@ -78,13 +76,13 @@ print(json.dumps({"digests": digests, "packed": packed}))
 """
 
 
-def installed(image: str) -> dict[str, Any]:
+def installed(image):
     """The entry points in `image`: digests of all files, byte code too, and their size in a registry."""
     output = docker("run --rm --entrypoint python3", image, "-IBc", INSTALLED)
     return dict(json.loads(output.splitlines()[-1]))
 
 
-def build(file: Path, base: str, *options: str) -> dict[str, Any]:
+def build(file, base, *options):
     return imgkit_json("build", file, "--base", base, *options)
 
 
@@ -98,7 +96,7 @@ def test_edit_during_a_build_belongs_to_the_image(
     before = workflow.plan(file, request).input_sha256
     probe = engines.probe
 
-    def probe_during_edit(*args: Any) -> Probe:
+    def probe_during_edit(*args):
         note.write_text("after\n")
         return probe(*args)
 

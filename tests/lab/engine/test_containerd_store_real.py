@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_image
@@ -56,7 +55,7 @@ def configs(engine, folder):
     return image_ids
 
 
-def build(folder: Path, *args: str) -> dict[str, Any]:
+def build(folder, *args):
     return imgkit_json("build", folder / "both.yaml", "--no-test", "--tag", BUILT, *args)
 
 
@@ -66,7 +65,7 @@ def test_one_platform_and_then_both(engine: PrivateEngine, folder: Path, configs
     if engine.kind != "sid":
         pytest.skip("before release 28.1 an engine uses only its own platform of an image that has several")
 
-    def built_for(arch: str) -> None:
+    def built_for(arch):
         built = build(folder, "--platform", f"linux/{arch}")
         assert (built["platform"], built["base"]["id"]) == (f"linux/{arch}", configs[arch])
         inside = docker(

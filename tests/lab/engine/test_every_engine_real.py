@@ -61,11 +61,11 @@ class Line:
     sifs: dict[str, Path]
 
     @property
-    def image_id(self) -> str:
+    def image_id(self):
         return str(self.built["id"])
 
 
-def recipe(folder: Path, name: str, base: str, code: str) -> Path:
+def recipe(folder, name, base, code):
     """A recipe and what it copies."""
     (folder / "code").mkdir(exist_ok=True)
     (folder / "code/main").write_text(code)
@@ -74,7 +74,7 @@ def recipe(folder: Path, name: str, base: str, code: str) -> Path:
     return file
 
 
-def build(file: Path, tag: str, base: str, *args: str) -> dict[str, Any]:
+def build(file, tag, base, *args):
     test = () if base != BASE else ("--no-test",)
     return imgkit_json("build", file, "--base", base, "--tag", tag, *test, *args)
 
@@ -85,7 +85,7 @@ def base(request):
     return BASE if request.param == BASE else str(request.getfixturevalue("standin"))
 
 
-def load_base(folder: Path, base: str) -> None:
+def load_base(folder, base):
     """Give the engine of the variables the base."""
     if base == BASE:
         tiny_image.write(folder / "base.tar", BASE)
@@ -115,7 +115,7 @@ def foreign(base):
     return folder / "foreign.sif"
 
 
-def engine(kind: str, *marks: pytest.MarkDecorator, group: str = "") -> Any:
+def engine(kind, *marks, group=""):
     return pytest.param(kind, marks=[*marks, pytest.mark.xdist_group(group or kind)])
 
 
@@ -241,10 +241,10 @@ def test_owner_of_a_rootless_engine_needs_no_root(
     work.mkdir()
     output("chown", private.owner, work)
 
-    def owner(*args: object) -> dict[str, Any]:
+    def owner(*args):
         return dict(json.loads(output(*private.as_owner, *args, "--json", folder=work)))
 
-    def built(code: str, name: str) -> dict[str, Any]:
+    def built(code, name):
         file = recipe(work, "line", base, code)
         return owner("build", file, "--base", base, "--tag", name, *(("--no-test",) if base == BASE else ()))
 

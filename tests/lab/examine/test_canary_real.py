@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from file_tree import write_program
-from labkit import Done, docker, expect_success, imgkit, output, run
+from labkit import docker, expect_success, imgkit, output, run
 from stored_images import archive
 from tars import tar_of_files
 from tiny_image import BUSYBOX
@@ -49,15 +49,15 @@ class Lab:
     calls: Path
     """A file with the arguments of each call of the runtime."""
 
-    def __call__(self, *args: object) -> Done:
+    def __call__(self, *args):
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         return imgkit(*args, folder=self.marks, env={"PATH": path, "HOME": str(self.marks)})
 
-    def run(self, *argv: str) -> Done:
+    def run(self, *argv):
         """Run a command where marks count."""
         return run(*argv, folder=self.marks, env={"HOME": str(self.marks)})
 
-    def executed(self) -> list[str]:
+    def executed(self):
         """Return and forget what ran since the last call: marks, and runs by the runtime."""
         home = Path("~root").expanduser()
         folders = (self.marks, Path("/tmp"), Path("/var/tmp"), home)
@@ -70,7 +70,7 @@ class Lab:
         return [*map(str, marks), *ran]
 
 
-def programs(token: str) -> dict[str, bytes]:
+def programs(token):
     touch = (
         f'for place in "$HOME" "$PWD" /root /tmp /var/tmp; do : >"$place/canary-{token}"; done 2>/dev/null\n'
     )
@@ -86,7 +86,7 @@ def programs(token: str) -> dict[str, bytes]:
     }
 
 
-def baked() -> dict[str, bytes]:
+def baked():
     mn5 = load("mn5")
     base = BaseImage(name="imgkit.local/canary", platform="linux/amd64")
     manifest = Manifest(
@@ -195,7 +195,7 @@ def test_a_shell_sees_the_home_folder_only_if_told(lab: Lab, host: tuple[str, ..
     assert any("canary-" in line for line in lab.executed() if line.startswith("/")) is marks
 
 
-def started(lab: Lab, since: str) -> str:
+def started(lab, since):
     """The containers of the lab's images that ran since then."""
     until = docker("info", "--format", "{{.SystemTime}}")
     of = ("--filter", "event=start", "--filter", f"label=canary={lab.folder.name}")

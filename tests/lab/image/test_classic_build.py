@@ -11,7 +11,6 @@ import pytest
 from labkit import docker, output
 
 from imgkit_builder.image import context
-from imgkit_builder.image.context import BuildContext
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Recipe, RunCommand
 from imgkit_entrypoints.cli.commands import COMMANDS
@@ -32,7 +31,7 @@ NASTY = {
 ODD = '/odd $x "q" it\'s \\b'
 
 
-def build(packed: BuildContext, tag: str) -> str:
+def build(packed, tag):
     """Build as the command line's classic builder does; its output."""
     with packed.open() as source:
         result = subprocess.run(
@@ -46,7 +45,7 @@ def build(packed: BuildContext, tag: str) -> str:
     return result.stdout.decode()
 
 
-def recipe(standin: str, code: Path, **image: object) -> Recipe:
+def recipe(standin, code, **image):
     values = {
         "base": standin,
         "pip": (PipStep(packages=("numpy>=1.26,<3",), options=("--no-index",)),),
@@ -71,7 +70,7 @@ def recipe(standin: str, code: Path, **image: object) -> Recipe:
     )
 
 
-def packed(recipe: Recipe) -> BuildContext:
+def packed(recipe):
     base = BaseImage(name=recipe.image.base, standin=True)
     return context.pack_context(recipe, base=base, platform="linux/amd64", revision="")
 
@@ -97,7 +96,7 @@ def image(standin, code):
     docker("image", "rm", tag)
 
 
-def inside(image: str, *argv: str) -> str:
+def inside(image, *argv):
     return output("docker", "run", "--rm", "--entrypoint", argv[0], image, *argv[1:])
 
 

@@ -41,7 +41,7 @@ FLAT = {**PACKAGE, "train.py": "", "data/x": ""}
 SRC = {f"src/{name}": text for name, text in PACKAGE.items()}
 
 
-def unpack_skeleton(project: Path, target: Path) -> None:
+def unpack_skeleton(project, target):
     """Write what the build would copy to the folder of the editable project."""
     pip = PipStep(project=project, editable="/workspace")
     recipe = Recipe(

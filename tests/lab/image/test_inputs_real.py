@@ -36,13 +36,13 @@ def index(tmp_path_factory):
         yield f"https://{address}/simple", certificate
 
 
-def recipe(folder: Path, text: str) -> Path:
+def recipe(folder, text):
     file = folder / f"{NAME}.yaml"
     file.write_text(text)
     return file
 
 
-def inside(image: str, *commands: str) -> list[str]:
+def inside(image, *commands):
     """Run commands that print one line each in one container, and return the lines."""
     return output(
         "docker", "run", "--rm", "--entrypoint", "sh", image, "-c", "\n".join(commands)

@@ -39,7 +39,7 @@ DEBS = {
 }
 
 
-def deb(folder: Path, name: str, fields: str) -> Path:
+def deb(folder, name, fields):
     """A package whose script makes a user."""
     tree = folder / f"{name}-tree"
     (tree / "DEBIAN").mkdir(parents=True)
@@ -99,7 +99,7 @@ def recipe(site, base, tmp_path):
     docker("image", "rm", "--force", TAG)
 
 
-def locked(file: Path, site: Site, base: str) -> LockedPlatform:
+def locked(file, site, base):
     debs = []
     for name in sorted(DEBS):
         (path,) = site.folder.rglob(f"{name}_1.5_all.deb")
@@ -134,13 +134,13 @@ def locked(file: Path, site: Site, base: str) -> LockedPlatform:
     )
 
 
-def write(recipe: Path, part: LockedPlatform) -> None:
+def write(recipe, part):
     recipe.with_suffix(".lock").write_text(
         lock_file.render_lock(Lock(recipe=recipe.stem, imgkit="0.3.0", platforms=(part,)))
     )
 
 
-def in_image(script: str) -> list[str]:
+def in_image(script):
     return docker("run", "--rm", "--entrypoint", "sh", TAG, "-c", script).splitlines()
 
 

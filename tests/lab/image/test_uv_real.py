@@ -45,7 +45,7 @@ def index(tmp_path_factory):
         yield f"http://{address}"
 
 
-def project(folder: Path, index: str, package: str = "imgkit-test-upper") -> Path:
+def project(folder, index, package="imgkit-test-upper"):
     """Return the recipe of a project that needs `package`, which the real uv has locked."""
     text = PYPROJECT.replace("INDEX", index).replace("PACKAGE", package)
     (folder / "pyproject.toml").write_text(text)
@@ -58,7 +58,7 @@ def project(folder: Path, index: str, package: str = "imgkit-test-upper") -> Pat
     return file
 
 
-def installed() -> dict[str, str]:
+def installed():
     command = ["--entrypoint", "python3", TAG, "-m", "pip", "list", "--format=json"]
     packages = json.loads(docker("run", "--rm", *command).splitlines()[-1])
     return {package["name"]: package["version"] for package in packages}

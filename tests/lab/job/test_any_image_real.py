@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import site_images
-from labkit import IMGKIT, ROOT, Done, SlurmSite, expect_failure, expect_success, run, slurm_marks, soak
+from labkit import IMGKIT, ROOT, SlurmSite, expect_failure, expect_success, run, slurm_marks, soak
 from remotekit import FarSite, far_host
 
 from imgkit_entrypoints import __version__
@@ -33,18 +33,18 @@ pytestmark = [*slurm_marks, pytest.mark.xdist_group("any-image")]
 class Site(SlurmSite):
     """A login node and two nodes, in the soak three."""
 
-    def imgkit(self, *args: object) -> Done:
+    def imgkit(self, *args):
         env = {name: str(self.state / name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
         env["BASH_FUNC_module%%"] = "() { :; }"
         return self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *args, env=env)
 
-    def submit(self, name: str, *args: object) -> str:
+    def submit(self, name, *args):
         image = name if "." in name else f"{name}.sif"
         chosen = CHOICES[name.partition(".")[0]]
         options = ("mn5", *SITE, "--image", image, *chosen, *args)
         return expect_success(self.imgkit("run --detach", *options)).stdout.strip()
 
-    def record(self, job: str) -> str:
+    def record(self, job):
         file = self.state / f"XDG_STATE_HOME/imgkit/jobs/{job}.json"
         return str(json.loads(file.read_text())["bound_entry_points"])
 

@@ -43,12 +43,12 @@ def recipe(tmp_path):
     return file
 
 
-def argv(recipe: str | Path, image: str, folder: Path, *args: str) -> list[str]:
+def argv(recipe, image, folder, *args):
     flags = ("run", recipe, "--image", image, "--directory", folder, *split_line(*args))
     return [str(argument) for argument in (*IMGKIT, *flags)]
 
 
-def containers(folder: Path) -> list[str]:
+def containers(folder):
     """Those that have `folder` mounted."""
     result = run("docker", "ps", "--quiet", "--filter", f"volume={folder}")
     return result.stdout.split()

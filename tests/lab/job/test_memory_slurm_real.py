@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, SLURMS, Done, SlurmSite
+from labkit import IMGKIT, SLURMS, SlurmSite
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slurm, pytest.mark.xdist_group("memory")]
 
@@ -44,7 +44,7 @@ def site(request):
         shutil.rmtree(folder)
 
 
-def run(site: SlurmSite, *args: str) -> Done:
+def run(site, *args):
     argv = (*IMGKIT, "run", "./lab.yaml", "--runtime", "host", *args)
     env = {"XDG_STATE_HOME": str(site.state / "state")}
     return site("exec", "login", "--cwd", site.folder, "--", *argv, env=env)

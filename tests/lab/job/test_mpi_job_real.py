@@ -9,7 +9,6 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from labkit import (
     LOOKED,
     TOKEN,
     Cluster,
-    Done,
     cluster_marks,
     expect_failure,
     expect_success,
@@ -78,14 +76,14 @@ class Nodes(Cluster):
     sif: Path
 
     @property
-    def folder(self) -> Path:
+    def folder(self):
         """Where the jobs run; on the command line of everything that they start."""
         return self.state / "jobs"
 
-    def on(self, node: str, *args: str | Path) -> Done:
+    def on(self, node, *args):
         return self("exec", node, "--", *args, env={**AS_ROOT, "TOKEN": TOKEN})
 
-    def job(self, verb: str, *flags: str, command: Sequence[str], nproc: int = 2) -> tuple[str | Path, ...]:
+    def job(self, verb, *flags, command, nproc=2):
         image = ("--runtime", "singularity", "--image", self.sif, "--directory", self.folder)
         return (
             *IMGKIT,
@@ -102,12 +100,12 @@ class Nodes(Cluster):
             *command,
         )
 
-    def processes(self) -> list[str]:
+    def processes(self):
         """Processes of a job, on all nodes."""
         lines = self.ps("stat,args", "login", "node1", "node2")
         return [line for line in lines if str(self.folder) in line and not line.startswith("Z")]
 
-    def emptied(self) -> None:
+    def emptied(self):
         """Wait until nothing of a job is left."""
         until(lambda: not self.processes(), describe=lambda: "\n".join(self.processes()))
 

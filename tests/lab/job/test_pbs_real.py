@@ -22,7 +22,6 @@ from labkit import (
     ROOT,
     TOKEN,
     Cluster,
-    Done,
     cluster_marks,
     expect_success,
     pbs_standin,
@@ -51,50 +50,50 @@ class Pbs(Cluster):
     sif: Path
 
     @property
-    def work(self) -> Path:
+    def work(self):
         return self.state / "my work"
 
-    def run(self, *args: str | Path, text: str | None = None) -> Done:
+    def run(self, *args, text=None):
         """A command of the submitter."""
         path = f"{self.state}/pbs/bin:{os.environ['PATH']}"
         env = {"PATH": path, "XDG_STATE_HOME": str(self.state / "submitter")}
         return run(*args, folder=self.work, env=env, stdin=text or "")
 
-    def imgkit(self, *args: str | Path) -> str:
+    def imgkit(self, *args):
         return expect_success(self.run(*IMGKIT, *split_line(*args))).stdout.strip()
 
     def submit(
         self,
-        *args: str | Path,
-        nodes: int = 2,
-        nproc: int = 2,
-        start: str = "pals",
-        recipe: str = "eap.yaml",
-    ) -> str:
+        *args,
+        nodes=2,
+        nproc=2,
+        start="pals",
+        recipe="eap.yaml",
+    ):
         """The id of a job that runs `words` on the nodes' processors."""
         options = f"--gpus 0 --nproc {nproc} --time 5m --nodes {nodes} --pbs-start {start}".split()
         image = () if "--image" in args else ("--image", self.sif)
         return self.imgkit("run --detach", self.state / recipe, *options, *image, *split_line(*args))
 
-    def end(self, job: str) -> tuple[int, str]:
+    def end(self, job):
         """Exit code and output of a job, when it has ended."""
         file = self.state / "pbs/jobs" / job
         until(file.exists)
         streams = sorted(self.work.glob(f"*.[eo]{job.partition('.')[0]}"))
         return int(file.read_text()), "".join(file.read_text() for file in streams)
 
-    def output_of(self, job: str, code: int = 0) -> str:
+    def output_of(self, job, code=0):
         """Return the output of a job, which must end with `code`."""
         actual_code, output = self.end(job)
         assert actual_code == code, output
         return output
 
-    def script(self, *lines: str, code: int = 0) -> str:
+    def script(self, *lines, code=0):
         """Submit a script as it is, and return the output of its job, which must end with `code`."""
         result = expect_success(self.run("qsub", text="\n".join(("#!/bin/bash", *lines, ""))))
         return self.output_of(result.stdout.strip(), code)
 
-    def processes(self) -> list[str]:
+    def processes(self):
         """Processes of the jobs' user, on all nodes."""
         lines = self.ps("user:16,args", "node1", "node2")
         return [line for line in lines if line.startswith("researcher ")]
@@ -117,7 +116,7 @@ def pbs(mn5_sif):
         cluster.down()
 
 
-def ranks(output: str) -> list[tuple[str, ...]]:
+def ranks(output):
     return re.findall(r": +(\d)  (node\d)  cpu, [12] threads ", output)
 
 
@@ -236,7 +235,7 @@ def test_own_libraries_come_before_the_image_s(pbs: Pbs) -> None:
     assert "the host's\n" in output
 
 
-def new_environment(folder: Path) -> Path:
+def new_environment(folder):
     """Make an environment without torch, which a plan does not import."""
     subprocess.run(["/usr/bin/python3", "-m", "venv", "--without-pip", folder], check=True)
     return folder

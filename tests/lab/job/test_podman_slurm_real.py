@@ -47,11 +47,11 @@ class Site(SlurmSite):
     image: str
 
     @property
-    def podman(self) -> dict[str, str]:
+    def podman(self):
         names = {"CONTAINERS_STORAGE_CONF": "storage.conf", "CONTAINERS_CONF": "containers.conf"}
         return {name: str(self.folder / file) for name, file in names.items()}
 
-    def submit(self, *args: str) -> str:
+    def submit(self, *args):
         env = {**self.podman, **{f"XDG_{name}_HOME": str(self.state / name) for name in ("STATE", "CACHE")}}
         job = ("run", "--detach", "site.yaml", "--image", self.image, "--nodes", "2", "--time", "15m", *args)
         result: Done = expect_success(
@@ -59,7 +59,7 @@ class Site(SlurmSite):
         )
         return result.stdout.strip()
 
-    def processes(self) -> list[str]:
+    def processes(self):
         return [
             row for row in self.ps("args", "node1", "node2") if re.search("imgkit_entry|conmon|podman ", row)
         ]
@@ -97,7 +97,7 @@ def site(standin):
         shutil.rmtree(cluster.folder)
 
 
-def _configure(folder: Path, *, data: object, run: object, stores: str, runtime: str) -> None:
+def _configure(folder, *, data, run, stores, runtime):
     (folder / "storage.conf").write_text(STORAGE.format(data=data, run=run, stores=stores))
     (folder / "containers.conf").write_text(CONTAINERS.format(tmp=f"{run}/tmp", runtime=runtime))
 

@@ -6,14 +6,12 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from labkit import (
     PYXIS,
-    Done,
     SlurmSite,
     docker,
     expect_success,
@@ -66,7 +64,7 @@ class Site(SlurmSite):
     mounts: bool
     """Whether pyxis mounts images by squashfuse instead of unpacking them."""
 
-    def imgkit(self, *args: object, env: Mapping[str, str] | None = None, typed: str = "") -> Done:
+    def imgkit(self, *args, env=None, typed=""):
         user = {"HOME": str(self.state / "home/researcher"), "USER": "researcher", "SHELL": "/bin/bash"}
         as_user = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
         argv = (*imgkit_as(as_user, {**user, **(env or {})})[len(as_user) :], *map(str, args))
@@ -74,19 +72,19 @@ class Site(SlurmSite):
             argv = ("script", "-qec", shlex.join(argv), "/dev/null")
         return run(*as_user, *argv, stdin=typed, folder="/")
 
-    def submit(self, *args: object, env: Mapping[str, str] | None = None) -> str:
+    def submit(self, *args, env=None):
         result = expect_success(self.imgkit("run", "--detach", *args, env=env))
         return result.stdout.strip()
 
-    def run_to_end(self, *args: object, env: Mapping[str, str] | None = None) -> str:
+    def run_to_end(self, *args, env=None):
         return self.wait_for_end(self.submit(*args, env=env))
 
-    def end_of(self, job: str) -> str:
+    def end_of(self, job):
         """State and exit code of a job."""
         record = self("scontrol", "show", "job", job).stdout
         return " ".join(re.findall(r"\b(?:JobState|ExitCode)=(\S+)", record))
 
-    def processes(self) -> list[str]:
+    def processes(self):
         """Processes of the user on the nodes."""
         return [row for row in self.ps("user:16,args", "node1", "node2") if row.startswith("researcher ")]
 
@@ -142,7 +140,7 @@ def test_both_nodes_meet_whatever_a_hook_has_set(site: Site) -> None:
     assert sorted(re.findall(r"^node_rank +(\d)", plan, re.MULTILINE)) == ["0", "1"], plan
 
 
-def losses(output: str) -> dict[str, str]:
+def losses(output):
     return dict(re.findall(r"step +(\d+)/\d+ +loss (\S+)", output))
 
 

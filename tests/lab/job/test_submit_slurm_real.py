@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from labkit import (
     ROOT,
     SLURMS,
     TOKEN,
-    Done,
     SlurmSite,
     expect_success,
     output,
@@ -47,36 +45,36 @@ pytestmark = [*slurm_marks, pytest.mark.xdist_group("submit")]
 class Site(SlurmSite):
     """A login node and three nodes; the folder has a blank in its name."""
 
-    def cluster(self, *args: str | Path, typed: str = "") -> Done:
+    def cluster(self, *args, typed=""):
         # The function is what a site's login shell hands on to jobs.
         env = {"XDG_STATE_HOME": str(self.state / "state"), "BASH_FUNC_module%%": '() { echo "module $*"; }'}
         env["TOKEN"] = TOKEN
         env["SHELL"] = "/bin/bash"  # `script` starts it; dash would lose the function
         return self(*args, env=env, stdin=typed)
 
-    def imgkit(self, *args: str) -> Done:
+    def imgkit(self, *args):
         """Run imgkit on the login node, in the jobs' folder."""
         return self.cluster("exec login --cwd", self.folder, "--", *IMGKIT, *split_line(*args))
 
-    def submit(self, *args: str) -> str:
+    def submit(self, *args):
         result = expect_success(self.imgkit("run --detach mn5", *SITE, *split_line(*args)))
         return result.stdout.strip()
 
-    def record(self, job: str) -> str:
+    def record(self, job):
         """Return what Slurm knows of a job."""
         return self.cluster("scontrol show job", job).stdout
 
-    def requeue(self, job: str) -> None:
+    def requeue(self, job):
         """Requeue a job by hand, and wait for its next end."""
         self.cluster("scontrol requeue", job)
         self.start_again(job)
         self.wait_for_end(job)
 
-    def run_to_end(self, *args: str) -> str:
+    def run_to_end(self, *args):
         """Return all that a job prints."""
         return self.wait_for_end(self.submit(*args))
 
-    def processes(self, *nodes: str) -> list[str]:
+    def processes(self, *nodes):
         """Processes of a run, on these nodes."""
         lines = self.ps("args", *nodes)
         return [line for line in lines if re.search(r"imgkit_entrypoints|torch|save_and", line)]
@@ -148,7 +146,7 @@ def test_system_of_ones_own_reaches_srun_and_the_nodes(site: Site) -> None:
         site.cluster("exec", node, "--", "sh", "-c", hosts)
     args = ("run", "--detach", "./own.yaml", *SITE, "--image", "mn5.sif", "--nodes", "2", "--name", "own")
 
-    def run_to_end(*command: str) -> str:
+    def run_to_end(*command):
         result = expect_success(site.imgkit(*args, *command))
         job = result.stdout.strip()
         site.wait_for_end(job)
@@ -238,7 +236,7 @@ def test_no_text_of_a_job_holds_its_secrets(site: Site) -> None:
     assert not any(TOKEN in text for text in (*slurm_texts, *records, job_output))
 
 
-def stopped_and_requeued(site: Site, job: str) -> str:
+def stopped_and_requeued(site, job):
     """Ask `job` to stop, as Slurm does before its time is over, and have it start again; the step saved."""
     site.cluster("scancel --batch --signal=USR1", job)  # as --signal=B:USR1@120 does
     site.wait_for(job, "requeued")
@@ -247,7 +245,7 @@ def stopped_and_requeued(site: Site, job: str) -> str:
     return step
 
 
-def saved_step(site: Site, job: str, message: str = r"state saved at step (\d+)") -> str:
+def saved_step(site, job, message=r"state saved at step (\d+)"):
     match = re.search(message, site.output_of(job))
     assert match, site.output_of(job)
     return match[1]
@@ -434,7 +432,7 @@ def test_shell_in_a_running_job_has_its_container(site: Site) -> None:
     seen = "$(hostname) [$WORD] $APPTAINER_NAME $IMGKIT_RUN_DIR $(cat /proc/*/comm | grep -c sleep)"
     typed = f'echo "at {seen}"; exit 7\n'
 
-    def shell(*args: str) -> Done:
+    def shell(*args):
         line = shlex.join(map(str, (*IMGKIT, "shell", "--job", *args)))
         terminal = ("script", "-qec", line, "/dev/null")
         return site.cluster("exec login --cwd", site.folder, "--", *terminal, typed=typed)
@@ -463,13 +461,13 @@ while attempt == "1" or not os.path.exists("go"):
 """A STUB of a training, without torch: only its second attempt ends, when there is a file `go`."""
 
 
-def kill_launcher(site: Site, node: str) -> None:
+def kill_launcher(site, node):
     started = re.compile(r"(\d+) (?:\S*/)?python3 -I -m imgkit_entrypoints dist-run")
     (launcher,) = filter(None, map(started.search, site.ps("pid=,args=", node)))
     site.cluster("exec", node, "--", "kill", "-KILL", launcher[1])
 
 
-def with_a_spare(site: Site, *command: str, works: str = "starts at 0", options: Sequence[str] = ()) -> str:
+def with_a_spare(site, *command, works="starts at 0", options=()):
     """A job of 2+1 nodes whose program has printed `works`."""
     job = site.submit("--nodes 2+1", *options, "--", *SPARED, *command)
     site.wait_for(job, works)
@@ -499,7 +497,7 @@ def test_spare_takes_over_from_a_lost_node(site: Site, how: str) -> None:
         whole_again(site, "node2")
 
 
-def whole_again(site: Site, node: str) -> None:
+def whole_again(site, node):
     """A node without its fault, which Slurm takes for a healthy one."""
     site.cluster("fault heal", node)
     site.cluster("fault crash", node)
@@ -563,7 +561,7 @@ def test_spare_takes_over_without_a_scheduler(site: Site) -> None:
     job = (*hosts.split(), f"IMGKIT_RUN_DIR={folder}", *image, "--", *SPARED, "save_and_resume.py", "60")
     output = site.folder / "by-ssh.out"
 
-    def read_output() -> str:
+    def read_output():
         return output.read_text()
 
     with (

@@ -14,11 +14,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, ROOT, Done, expect_failure, expect_success, public_folder, run
+from labkit import IMGKIT, ROOT, expect_failure, expect_success, public_folder, run
 
 from imgkit_entrypoints.facts import host_libs
 
@@ -49,7 +48,7 @@ class Node:
     version: str
     """Version of glibc that the newer libcxi needs."""
 
-    def inside(self, sif: Path, host: str, *args: str | Path, env: Sequence[str] = ()) -> Done:
+    def inside(self, sif, host, *args, env=()):
         """Run `args` as the container of a job does, with the tree `host` as the node's own."""
         bound = (
             f"{self.folder}/{host}/usr:/run/imgkit/host/usr:ro",
@@ -94,7 +93,7 @@ def node():
             shutil.rmtree(links_folder)
 
 
-def library(folder: Path, name: str, source: Path, *args: str | Path) -> str:
+def library(folder, name, source, *args):
     """Compile a library; what readelf prints of its versions."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / name

@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from labkit import Done, expect_failure, expect_success, public_folder, run
+from labkit import expect_failure, expect_success, public_folder, run
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 
@@ -37,9 +37,7 @@ def as_user(request):
     return ()
 
 
-def inside(
-    sif: Path, path: Path, *args: str, as_user: tuple[str, ...] = (), options: tuple[str, ...] = ()
-) -> Done:
+def inside(sif, path, *args, as_user=(), options=()):
     """Run `args` in `sif` without HOME, in the folder `path`, which is on PYTHONPATH."""
     # HOME is unset inside: the runtime sets it by itself.
     shell = ("sh", "-c", 'unset HOME; cd "$PYTHONPATH"; exec "$@"', "sh")

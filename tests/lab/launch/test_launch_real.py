@@ -22,7 +22,7 @@ PYTHON = os.environ.get("IMGKIT_TEST_TORCH_PYTHON", "")
 Play = Callable[[str], "dict[str, Any]"]
 
 
-def _has_torch(python: str) -> bool:
+def _has_torch(python):
     code = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
     return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
@@ -43,7 +43,7 @@ def play(request):
         argv += [image, "python3", "/scenario.py", "/node.py"]
         env = dict(os.environ)
 
-    def run(scenario: str) -> dict[str, Any]:
+    def run(scenario):
         completed = subprocess.run(
             [*argv, scenario], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=env
         )

@@ -35,7 +35,7 @@ def dist_run(tmp_path):
     (folder / "torch.pth").write_text(f"{site}{PACKAGE.parent}\n")
     (tmp_path / "node").mkdir()
 
-    def run(program: str, *options: str, before: tuple[str, ...] = (), **env: str):
+    def run(program, *options, before=(), **env):
         (tmp_path / "program.py").write_text(program)
         argv = (*before, str(venv / "bin/python"), "-I", "-m", "imgkit_entrypoints", "dist-run", *options)
         return subprocess.run(

@@ -49,12 +49,12 @@ def state(request):
     cluster.down()
 
 
-def cluster(state: Path, *args: object) -> list[str]:
+def cluster(state, *args):
     """The lines that a command of the cluster printed."""
     return Cluster(state=state)(*args).stdout.splitlines()
 
 
-def batch(state: Path, *lines: str, nodes: int = 2) -> list[str]:
+def batch(state, *lines, nodes=2):
     """Output lines of a batch job."""
     script, output = state / "job.sh", state / "job.out"
     script.write_text("\n".join(("#!/bin/bash", *lines, "")))
@@ -62,7 +62,7 @@ def batch(state: Path, *lines: str, nodes: int = 2) -> list[str]:
     return output.read_text().splitlines()
 
 
-def show(state: Path) -> tuple[str, ...]:
+def show(state):
     return ("python3", str(state / "show.py"))
 
 

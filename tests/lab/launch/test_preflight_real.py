@@ -8,7 +8,6 @@ import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from labkit import PACKAGE, PLACE, Cluster, in_image, slurm_marks
@@ -47,21 +46,21 @@ class Site(Cluster):
 
     sif: Path
 
-    def start(self, *options: str) -> subprocess.Popen[str]:
+    def start(self, *options):
         image = ("singularity", "exec", "--bind", f"{PACKAGE}:{PLACE}:ro", str(self.sif))
         program = ("dist-run", "--device", "cpu", "--preflight", *options, "-m", "platform")
         variables = ("env", f"IMGKIT_RUN_DIR={self.state}/run")
         argv = self.argv("srun", "-N4", f"--chdir={self.state}", *variables, *image, *program)
         return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def end(self, run: subprocess.Popen[str]) -> tuple[int, str, dict[str, Any]]:
+    def end(self, run):
         """The exit code, the output, and what was measured."""
         output, _ = run.communicate(timeout=240)
         document = json.loads((self.state / "run/preflight.json").read_text())
         assert document["seconds"] < 60, output
         return run.returncode, output, document
 
-    def worst(self, run: subprocess.Popen[str]) -> tuple[int, str, dict[str, Any]]:
+    def worst(self, run):
         """The exit code, the output, and the worst outlier."""
         code, output, document = self.end(run)
         outliers = [node for node in document["nodes"] if node["outlier"]]
@@ -79,7 +78,7 @@ def site(mn5_sif):
         cluster.down()
 
 
-def on_nodes(test: Any) -> Any:
+def on_nodes(test):
     """A test on four nodes with two processors: a good node may be named too, but never as the worst."""
     for mark in (*slurm_marks, pytest.mark.soak, pytest.mark.xdist_group("preflight")):
         test = mark(test)

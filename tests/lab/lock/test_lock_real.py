@@ -11,14 +11,12 @@ import tarfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from labkit import IMGKIT, docker, expect_failure, host_address, imgkit, imgkit_json, until
 from package_index import QuietHandler, file_sha256, serve_folder, write_links, write_wheel
 
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.model import LockedPlatform
 
 pytestmark = pytest.mark.docker
 
@@ -33,7 +31,7 @@ WHEELS = {
 class GuardedHandler(QuietHandler):
     """Serves files to clients that send the password."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         """Serve a file, or ask for the password."""
         if self.headers.get("Authorization") == f"Basic {base64.b64encode(f'me:{WORD}'.encode()).decode()}":
             super().do_GET()
@@ -43,7 +41,7 @@ class GuardedHandler(QuietHandler):
         self.end_headers()
 
 
-def source(folder: Path, name: str) -> Path:
+def source(folder, name):
     """A source distribution, whose wheel must be built."""
     file = folder / f"{name}-3.0.tar.gz"
     members = {
@@ -66,13 +64,13 @@ class Index:
     folder: Path
 
     @property
-    def options(self) -> str:
+    def options(self):
         """The options of a pip step that uses it alone."""
         url = f"http://me:{WORD}@{self.address}/"
         host = self.address.partition(":")[0]
         return f"[--index-url, {url!r}, --trusted-host, {host}, --retries, '0', --no-build-isolation]"
 
-    def add(self, name: str, *files: Path, hashed: bool = True) -> None:
+    def add(self, name, *files, hashed=True):
         """List `files` as those of the package `name`."""
         write_links(self.folder / name, files, hashed=hashed)
 
@@ -95,25 +93,25 @@ def index(tmp_path_factory):
         yield index
 
 
-def recipe(folder: Path, index: Index, *steps: str) -> Path:
+def recipe(folder, index, *steps):
     file = folder / f"{NAME}.yaml"
     pip = "".join(f"    - packages: [{step}]\n      options: {index.options}\n" for step in steps)
     file.write_text(f"image:\n  base: registry.invalid/base:1\n  pip:\n{pip}")
     return file
 
 
-def locked(file: Path) -> LockedPlatform:
+def locked(file):
     (part,) = lock_file.read_lock(file.with_suffix(".lock")).platforms
     return part
 
 
-def pip_changes(answer: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def pip_changes(answer):
     """Return the old and the new version of each changed pip package; a new one has no old version."""
     changes = [change for change in answer["changes"] if change["kind"] == "pip"]
     return {change["name"]: (change["old"], change["new"]) for change in changes}
 
 
-def containers() -> list[str]:
+def containers():
     lines = docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Command}}").splitlines()
     return [line.split()[0] for line in lines if "imgkit-test-slow" in line]
 
@@ -190,7 +188,7 @@ def test_interrupted_lock_leaves_nothing(
     released = threading.Event()
 
     class Handler(GuardedHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             requested.set()
             released.wait(60)
 

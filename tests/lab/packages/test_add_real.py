@@ -10,14 +10,12 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from labkit import (
     IMGKIT,
-    Done,
     SlurmSite,
     expect_failure,
     expect_success,
@@ -52,7 +50,7 @@ PROJECT_JOB = ("--image", "pytorch.sif", "--", "dist-run", *ONE, "train.py")
 pytestmark = [*slurm_marks, pytest.mark.xdist_group("add")]
 
 
-def add_program(wheel: Path) -> None:
+def add_program(wheel):
     """Give a wheel a program."""
     info = "-".join(wheel.name.split("-")[:2])
     with zipfile.ZipFile(wheel, "a") as archive:
@@ -82,13 +80,13 @@ def folder(standin):
 class Site(SlurmSite):
     """A login node and two nodes, for the jobs of an ordinary user."""
 
-    def imgkit(self, *args: object) -> Done:
+    def imgkit(self, *args):
         home = {"HOME": str(self.state / "home/researcher"), "USER": "researcher", "SHELL": "/bin/bash"}
         as_user = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
         argv = (*imgkit_as(as_user, {**home, "BASH_FUNC_module%%": "() { :; }", **INDEX}), *map(str, args))
         return run(*argv, folder="/")
 
-    def run_to_end(self, *args: object) -> str:
+    def run_to_end(self, *args):
         job = expect_success(self.imgkit("run --detach mn5", *SITE, *args)).stdout.strip()
         return self.wait_for_end(job)
 
@@ -105,7 +103,7 @@ def site(folder):
 
 
 @contextlib.contextmanager
-def index_server(site: Site, folder: Path) -> Iterator[None]:
+def index_server(site, folder):
     """Serve `folder` on the login node."""
     argv = site.argv("exec", "login", "--", sys.executable, "-m", "http.server", "--directory", folder, PORT)
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
@@ -213,18 +211,18 @@ def test_package_that_a_remote_cannot_install_is_refused(site: Site, far: FarSit
     assert list(far.store.glob("images/*/.packages*")) == []
 
 
-def image_options(folder: Path) -> tuple[object, ...]:
+def image_options(folder):
     return ("--image", folder / "pytorch.sif", "--wheels", folder / "wheels")
 
 
-def add_here(folder: Path) -> Path:
+def add_here(folder):
     """Return a file with lib 1.0, made on this machine."""
     target = folder / "here.sqsh"
     expect_success(imgkit("add lib==1.0", *image_options(folder), "-o", target))
     return target
 
 
-def refused(folder: Path, *args: object, code: int = 2) -> str:
+def refused(folder, *args, code=2):
     """Return the message of ``imgkit add``, which must leave nothing behind."""
     before = sorted(folder.rglob("*"))
     result = expect_failure(imgkit("add", *args, *image_options(folder)), code)

@@ -28,7 +28,7 @@ def project(tmp_path):
     return write_files(tmp_path / "project", {"imgkit.toml": toml})
 
 
-def run_job(project: Path, hub: Hub, hf_home: Path) -> Done:
+def run_job(project, hub, hf_home):
     env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(hf_home)}
     return run(*IMGKIT, "run", "--runtime", "host", folder=project, env=env)
 

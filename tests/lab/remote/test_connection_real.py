@@ -7,20 +7,18 @@ import json
 import os
 import pty
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny_image
 from file_tree import write_files, write_program
 from job_records import submitted_job
-from labkit import IMGKIT, Done, expect_failure, expect_success, ordinary_user, output, public_folder
+from labkit import IMGKIT, expect_failure, expect_success, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, far_marks, sshd
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs.remote import check, connection, fetch, gc, jobs, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_entrypoints.errors import CheckFailed
 
 pytestmark = [*far_marks, pytest.mark.xdist_group("far")]
@@ -33,11 +31,11 @@ def far():
         yield host
 
 
-def add(far: FarHost, folder: Path, *options: str) -> None:
+def add(far, folder, *options):
     expect_success(far.imgkit("remote", "add", "mine", f"far:{folder}", *options))
 
 
-def send_code(reached: Connection, folder: Path, home: str) -> None:
+def send_code(reached, folder, home):
     """Send a new folder with one file to ``code/x``."""
     folder.mkdir()
     (folder / "a b.py").write_text("1\n")
@@ -46,13 +44,13 @@ def send_code(reached: Connection, folder: Path, home: str) -> None:
     )
 
 
-def doctor(far: FarHost, folder: Path, *options: str) -> Done:
+def doctor(far, folder, *options):
     """Add the remote ``mine``, and check it."""
     add(far, folder, *options)
     return far.imgkit("doctor --on mine")
 
 
-def rows(far: FarHost, folder: Path | None = None) -> dict[str, dict[str, str]]:
+def rows(far, folder=None):
     """Return the checks of the remote ``mine``, which is in a new `folder` or was added before."""
     if folder:
         add(far, folder)
@@ -170,7 +168,7 @@ CODE = "424242"
 
 
 @contextlib.contextmanager
-def with_second_factor(far: FarHost) -> Iterator[Path]:
+def with_second_factor(far):
     """A real sshd that asks for a code after the key, through PAM; yields the list of what it was given."""
     codes_file, stub = far.folder / "asked", far.folder / "stub-of-a-code"
     codes_file.touch()
@@ -180,7 +178,7 @@ def with_second_factor(far: FarHost) -> Iterator[Path]:
         yield codes_file
 
 
-def at_terminal(far: FarHost, line: str, answer: str) -> tuple[int, str]:
+def at_terminal(far, line, answer):
     """Run imgkit at a terminal where a person answers each question; its exit code, and what it showed."""
     child, terminal = pty.fork()
     if child == 0:
@@ -248,7 +246,7 @@ TOOLS = (
 )
 
 
-def login_shell(far: FarHost, **programs: str) -> list[str]:
+def login_shell(far, **programs):
     """A login shell whose PATH has what every cluster has, and these programs: paths, or texts of scripts."""
     folder = far.folder / "tools"
     folder.mkdir()

@@ -12,7 +12,6 @@ from notes import Notes
 from remotekit import far_host, far_marks, run_at_once, sshd
 
 from imgkit_builder.data import folder, spec
-from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs.remote import connection, transfer
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_entrypoints.errors import CheckFailed
@@ -33,7 +32,7 @@ def data(tmp_path):
     return folder.find_folder(spec.parse_spec("data/x"), write_files(tmp_path / "project", files))
 
 
-def send(home: Path, data: DataFolder, *earlier: str) -> Path:
+def send(home, data, *earlier):
     (home / "data").mkdir(parents=True, exist_ok=True)
     remote = Remote(name="far", address="far", folder=str(home))
     transfer.send_data(connection.connect(remote), data, home=str(home), earlier=earlier, report=Notes())

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from labkit import Done, expect_failure, expect_success
+from labkit import expect_failure, expect_success
 from remote_image import remote_image
 from remotekit import FarHost, far_host, run_at_once, sshd
 
@@ -38,25 +38,25 @@ def store(far, tmp_path):
     return folder
 
 
-def put_file(path: Path, text: str = "x", age_s: float = OLD_S) -> Path:
+def put_file(path, text="x", age_s=OLD_S):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     os.utime(path, (time.time() - age_s,) * 2)
     return path
 
 
-def put_image(folder: Path, file: str = "image.sif", age_s: float = OLD_S) -> Path:
+def put_image(folder, file="image.sif", age_s=OLD_S):
     """Make the folder of an image with one file, both of that age."""
     put_file(folder / file, age_s=age_s)
     os.utime(folder, (time.time() - age_s,) * 2)
     return folder
 
 
-def collected(far: FarHost, *options: object) -> Done:
+def collected(far, *options):
     return expect_success(far.imgkit("remote", "gc", "mine", *options))
 
 
-def reach(store: Path) -> connection.Connection:
+def reach(store):
     return connection.connect(Remote(name="mine", address="far", folder=str(store)))
 
 

@@ -42,25 +42,25 @@ def site(standin_notorch):
             cluster.down()
 
 
-def at_terminal(site: FarSite, *args: str) -> Terminal:
+def at_terminal(site, *args):
     argv = (*IMGKIT, "run", "site.sif", "--on", "far", "--time", "5m", "--interactive", *args)
     return Terminal(argv, env={**site.far.env, "TOKEN": TOKEN}, folder=site.folder)
 
 
-def wait_for_prompt(terminal: Terminal) -> None:
+def wait_for_prompt(terminal):
     """Read until the shell in the container asks for a command: ``Singularity> ``, or ``Apptainer> ``."""
     terminal.read_until("ready for job")
     terminal.read_until("> ")
 
 
-def cancel_job(site: FarSite, terminal: Terminal) -> None:
+def cancel_job(site, terminal):
     """End the job that `salloc` named at the terminal; the queue may still show the one before."""
     job = re.search(r"Granted job allocation (\d+)", terminal.text)
     assert job, terminal.text
     site.cluster("scancel", job[1])
 
 
-def queue(site: FarSite) -> str:
+def queue(site):
     return site.cluster("squeue --noheader").stdout.strip()
 
 

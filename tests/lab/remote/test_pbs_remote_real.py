@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from labkit import Cluster, Done, cluster_marks, expect_success, pbs_standin, run, split_line, until
+from labkit import Cluster, cluster_marks, expect_success, pbs_standin, run, split_line, until
 from remotekit import FarSite, far_host, far_marks
 
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -29,7 +29,7 @@ pytestmark = [*cluster_marks, *far_marks, pytest.mark.soak, pytest.mark.xdist_gr
 class Site(FarSite):
     """A person's folder here, and a login node of PBS."""
 
-    def run(self, *args: object) -> Done:
+    def run(self, *args):
         line = f"run --on far --base {BASE} --time 5m --pbs-start pbsdsh"
         return self.imgkit(line, *split_line(*args))
 

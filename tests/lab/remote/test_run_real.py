@@ -10,11 +10,9 @@ import shutil
 import signal
 import subprocess
 import tarfile
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_image
@@ -24,7 +22,6 @@ from labkit import (
     IMGKIT,
     TOKEN,
     Cluster,
-    Done,
     expect_failure,
     expect_success,
     output,
@@ -62,11 +59,11 @@ class Site(FarSite):
 
     sif: Path
 
-    def run(self, *args: object, **env: str) -> Done:
+    def run(self, *args, **env):
         """Run the image of the .sif, which is on both sides."""
         return self.imgkit(f"run {self.sif.name} --on far --time 5m", *split_line(*args), **env)
 
-    def start(self, *args: object, **options: Any) -> subprocess.Popen[str]:
+    def start(self, *args, **options):
         """Start what `run` runs, in a session of its own."""
         return subprocess.Popen(
             [*IMGKIT, *f"run {self.sif.name} --on far --time 5m".split(), *split_line(*args)],
@@ -77,10 +74,10 @@ class Site(FarSite):
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options},
         )
 
-    def from_recipe(self, *args: object, **env: str) -> Done:
+    def from_recipe(self, *args, **env):
         return self.imgkit(f"run --on far --time 5m --base {BASE}", *split_line(*args), **env)
 
-    def running(self, job: str) -> bool:
+    def running(self, job):
         return bool(self.cluster("squeue --noheader", f"--jobs={job}").stdout.strip())
 
 
@@ -106,13 +103,13 @@ def site(standin_notorch):
             run("docker", "rmi", "--force", f"{name}:latest")
 
 
-def handle(result: Done) -> str:
+def handle(result):
     match = re.search(r"job (\d+@far);", result.stderr)
     assert match, result.stderr
     return match[1]
 
 
-def number_of(result: Done) -> str:
+def number_of(result):
     return handle(result).partition("@")[0]
 
 
@@ -162,7 +159,7 @@ def test_unchanged_recipe_needs_no_engine(site: Site) -> None:
         assert "imgkit: to send: nothing; far has the image" in result.stderr
 
 
-def sent_MB(stderr: str) -> float:
+def sent_MB(stderr):
     match = re.search(r"imgkit: sent: ([0-9.]+) (bytes|kB|MB) of ", stderr)
     assert match, stderr
     return float(match[1]) * {"bytes": 1e-6, "kB": 1e-3, "MB": 1}[match[2]]
@@ -194,7 +191,7 @@ def test_edit_sends_the_changed_blocks(site: Site) -> None:
 
 
 @contextmanager
-def project(site: Site, name: str) -> Iterator[Path]:
+def project(site, name):
     """A recipe in a folder of its own; both go at the end, as does the image."""
     folder = site.folder / f"project {name}"
     folder.mkdir()
@@ -207,12 +204,12 @@ def project(site: Site, name: str) -> Iterator[Path]:
         shutil.rmtree(folder)
 
 
-def run_project(site: Site, recipe: Path, *args: str, **env: str) -> Done:
+def run_project(site, recipe, *args, **env):
     line = f"run ./{recipe.name} --on far --time 5m --base {BASE}"
     return site.far.imgkit(line, *split_line(*args), folder=recipe.parent, env=env)
 
 
-def write_step(recipe: Path, command: str) -> None:
+def write_step(recipe, command):
     recipe.write_text(RECIPE.replace("system:", f"  run: [{json.dumps(command)}]\nsystem:", 1))
 
 
@@ -260,7 +257,7 @@ def test_waiting_job_keeps_its_image(site: Site) -> None:
     number = result.stdout.partition("@")[0]
     image = site.store / (site.store / "jobs" / number).read_text().splitlines()[2]
 
-    def unused() -> list[str]:
+    def unused():
         result = site.imgkit("remote gc far --json")
         return [row["path"] for row in json.loads(result.stdout)["unused"]]
 
@@ -309,12 +306,12 @@ def test_new_folder_runs_without_a_flag(site: Site) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def listed(site: Site) -> dict[str, dict[str, Any]]:
+def listed(site):
     rows = json.loads(site.imgkit("runs --json").stdout)["runs"]
     return {row["id"]: row for row in rows}
 
 
-def check_list(site: Site, first: str, second: str) -> None:
+def check_list(site, first, second):
     """Two runs are listed with what they ran, and with their numbers once they are fetched."""
     rows = listed(site)
     assert list(rows)[:2] == [second, first]
@@ -415,7 +412,7 @@ def hub(site):
     shutil.rmtree(site.folder / "hf", ignore_errors=True)
 
 
-def hub_env(site: Site, hub: Hub) -> dict[str, str]:
+def hub_env(site, hub):
     return {"HF_ENDPOINT": hub.address, "HF_HOME": f"{site.folder}/hf", "HF_TOKEN": HUB_TOKEN}
 
 
@@ -524,7 +521,7 @@ def test_stopped_run_goes_on_with_the_edited_code(site: Site, code: Path) -> Non
     check_conflict(site, code, first, run_folder)
 
 
-def check_conflict(site: Site, code: Path, job: str, run_folder: Path) -> None:
+def check_conflict(site, code, job, run_folder):
     """A file that the run and the user have changed is refused, unless the run's code stays."""
     resume = ("resume", job, "--", "sh", "-c", "echo run >> train.py; exit 3")
     failed = expect_failure(site.imgkit(*resume), 1, "failed with exit code 3; imgkit resume ")
@@ -694,11 +691,11 @@ case $* in *version_info*) echo 0 3.6 ;; *) echo "this fake of Python 3.6 runs n
 def python(site, request):
     """What the login node has as python3. Real Pythons are hidden on that node alone."""
 
-    def login(*args: object) -> str:
+    def login(*args):
         result = expect_success(site.cluster("exec login --clean-env --", *args))
         return result.stdout
 
-    def programs() -> list[Path]:
+    def programs():
         result = run(
             site.far.folder / "bin/ssh", "far", f"bash -lc {shlex.quote(FIND)}; bash -c {shlex.quote(FIND)}"
         )
@@ -727,7 +724,7 @@ def test_login_node_without_a_usable_python_runs_jobs(site: Site, python: str) -
     assert site.cluster("exec login -- test -e /run/called").returncode == 1
 
 
-def list_files(folder: Path) -> list[str]:
+def list_files(folder):
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir())
 
 

@@ -19,8 +19,8 @@ from remotekit import FarHost, far_host, far_marks, run_at_once, sshd
 
 from imgkit_builder.jobs.remote import connection, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.remote.connection import Connection, Cut
-from imgkit_builder.jobs.remote.store import SIF, RemoteImage
+from imgkit_builder.jobs.remote.connection import Cut
+from imgkit_builder.jobs.remote.store import SIF
 from imgkit_entrypoints.errors import CheckFailed
 
 PROXY = Path(__file__).with_name("cut_proxy.py")
@@ -36,51 +36,51 @@ def served():
         yield host
 
 
-def reach(folder: Path, *, keep_s: int = 600, bwlimit: float = 0.0) -> Connection:
+def reach(folder, *, keep_s=600, bwlimit=0.0):
     """Return the connection to this machine over ssh; `bwlimit` is in MB/s."""
     remote = Remote(name="far", address="far", folder=str(folder), keep_s=keep_s, bwlimit=bwlimit)
     return connection.connect(remote)
 
 
-def look(folder: Path) -> store.Store:
+def look(folder):
     return store.open_store(reach(folder), program="sh")
 
 
-def send(folder: Path, sif: Path, report: Notes | None = None, *, basis: RemoteImage | None = None) -> Path:
+def send(folder, sif, report=None, *, basis=None):
     """Send `sif`, and return its path on the remote, which is this machine."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     return send_over(reach(folder), folder, sif, report, basis=basis)
 
 
 def send_over(
-    connection: Connection,
-    home: Path,
-    sif: Path,
-    report: Notes | None = None,
+    connection,
+    home,
+    sif,
+    report=None,
     *,
-    basis: RemoteImage | None = None,
-) -> Path:
+    basis=None,
+):
     image = store.describe_sif(sif)
     transfer.send_image(connection, sif, image, home=str(home), basis=basis, report=report or Notes())
     return home / image.path
 
 
-def assert_only(folder: Path, sif: Path) -> None:
+def assert_only(folder, sif):
     """Fail if the store has anything but one whole image."""
     assert stored(folder) == [sif.with_name("image.json"), sif]
 
 
-def stored(folder: Path) -> list[Path]:
+def stored(folder):
     """Return all files of the store, also those that have not arrived."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def content(seed: int, size_bytes: int) -> bytes:
+def content(seed, size_bytes):
     """Return random bytes, which cannot be compressed."""
     return random.Random(seed).randbytes(size_bytes)  # noqa: S311
 
 
-def write_sif(path: Path, root: bytes) -> Path:
+def write_sif(path, root):
     return small_sif.write(path, small_sif.ROOT + root)
 
 
@@ -120,7 +120,7 @@ def test_damaged_note_does_not_count(far: FarHost, tmp_path: Path, sif: Path, da
     assert look(folder).images == ()
 
 
-def edited(sif: Path) -> Path:
+def edited(sif):
     """Return the next version of a .sif: some bytes are new, and the rest has moved."""
     return write_sif(sif.with_name("next.sif"), content(8, 5000) + content(7, 6 * MB + 123))
 
@@ -217,7 +217,7 @@ LOST_BYTES = 2 * MB
 """What a cut can lose: OpenSSH's window, which the far end may hold in memory."""
 
 
-def sent_bytes(far: FarHost) -> int:
+def sent_bytes(far):
     """Return the bytes that passed the proxy since `cuts`."""
     return sum(map(int, (far.folder / "limits.passed").read_text().split()))
 
@@ -231,7 +231,7 @@ def large_sif(tmp_path):
     return write_sif(tmp_path / "x.sif", content(7, 12 * MB))
 
 
-def cuts(far: FarHost, seed: int, number: int, least: int) -> None:
+def cuts(far, seed, number, least):
     """Make the next connections end after random numbers of bytes."""
     chosen = random.Random(seed)  # noqa: S311
     limits = [chosen.randrange(least, least + 3 * MB) for _ in range(number)]
@@ -430,7 +430,7 @@ def test_disk_that_fills_up_is_named(
     assert [path.name for path in (small_disk / "images").iterdir()] == [".incoming"]
 
 
-def change_byte(sif: Path) -> None:
+def change_byte(sif):
     with sif.open("r+b") as stream:
         stream.seek(3 * MB)
         stream.write(b"x")

@@ -14,7 +14,6 @@ import pytest
 from labkit import (
     TOKEN,
     Cluster,
-    Done,
     afterwards,
     expect_failure,
     expect_success,
@@ -51,14 +50,14 @@ class Person:
     folder: Path
     cluster: Cluster
 
-    def imgkit(self, *args: object, **env: str) -> Done:
+    def imgkit(self, *args, **env):
         return self.far.imgkit(*args, folder=self.folder, env=env)
 
-    def run(self, *args: object, **env: str) -> Done:
+    def run(self, *args, **env):
         """Run the recipe of this person's folder."""
         return self.imgkit(f"run --on far --base {BASE} --time 5m", *split_line(*args), **env)
 
-    def run_in_account(self, *args: object) -> Done:
+    def run_in_account(self, *args):
         """Run a command in this person's account."""
         return self.cluster("exec login -- runuser -u", self.account, "--", *args)
 
@@ -90,19 +89,19 @@ def people(standin_notorch):
         yield persons[0], persons[1]
 
 
-def add(person: Person, folder: Path) -> None:
+def add(person, folder):
     (recipe,) = person.folder.glob("*.yaml")
     expect_success(
         person.imgkit("remote add far", f"far:{folder}", "--replace", "--recipe", f"./{recipe.name}")
     )
 
 
-def store(person: Person) -> Path:
+def store(person):
     (row,) = json.loads(person.imgkit("remote list --json").stdout)["remotes"]
     return Path(row["folder"])
 
 
-def at_once(people: tuple[Person, Person], *args: object) -> list[Done]:
+def at_once(people, *args):
     with ThreadPoolExecutor() as pool:
         secrets = (f"{TOKEN}-of-{person.account}" for person in people)
         return list(pool.map(lambda person, secret: person.run(*args, SECRET=secret), people, secrets))

@@ -33,7 +33,7 @@ def nodes(bare):
         assert bare("fault", "heal", node).returncode == 0
 
 
-def meet(nodes: Cluster, step_s: float = 0.8) -> list[tuple[int, str]]:
+def meet(nodes, step_s=0.8):
     """Exit code and output of a launcher on each node, whose command does nothing."""
     options = {"nnodes": 2, "hosts": ["node1", "node2"], "head": FIRST, "step_s": step_s, "interface": "eth0"}
     started = [

@@ -19,7 +19,7 @@ import pytest
 from file_tree import write_program
 from labkit import IMGKIT, imgkit, imgkit_json, small_disk, until
 from stored_images import Way, archive, busybox_layer, convert_as, only
-from tars import TarEntry, tar_entry
+from tars import tar_entry
 from tiny_image import BUSYBOX
 
 from imgkit_builder.base import files
@@ -71,16 +71,16 @@ def sources(tmp_path_factory):
 class Killed(Silent):
     """A reporter that ends its process at one stage, as ``kill -9`` does."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage):
         self.stages_to_go = stage
 
-    def stage(self, text: str) -> None:
+    def stage(self, text):
         self.stages_to_go -= 1
         if self.stages_to_go < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill(source: Path, target: Path, *, stage: int = 1000, after_s: float | None = None) -> int:
+def kill(source, target, *, stage=1000, after_s=None):
     """Convert in a child that dies at a stage, or after a while; returns its exit code."""
     child = os.fork()
     if child == 0:
@@ -94,7 +94,7 @@ def kill(source: Path, target: Path, *, stage: int = 1000, after_s: float | None
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def assert_next_run_mends(source: Path, target: Path, expected: bytes) -> None:
+def assert_next_run_mends(source, target, expected):
     assert convert_as(0, source, target) == ""
     assert target.read_bytes() == expected
     assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
@@ -118,7 +118,7 @@ def test_kill_after_the_file_has_its_name_is_tidied(
 ) -> None:
     """The next run finds the right file, and removes the rest all the same."""
 
-    def publish(part: Path, target: Path) -> None:
+    def publish(part, target):
         part.replace(target)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -162,7 +162,7 @@ def test_killed_conversion_leaves_no_mksquashfs(sources: Sources, tmp_path: Path
     until(lambda: has_ended(int(started_file.read_text())), within_s=60)
 
 
-def has_ended(pid: int) -> bool:
+def has_ended(pid):
     """Return True if the process is gone, or a zombie that nobody has waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
@@ -252,7 +252,7 @@ def test_flipped_bit_is_named_or_means_nothing(tmp_path: Path, flips: int, packe
     assert convert_as(0, path, target) == ""
     root_sha256 = image.root_sha256(target)
 
-    def noticed() -> bool:
+    def noticed():
         target.unlink(missing_ok=True)
         message = convert_as(0, path, target)
         if message:
@@ -282,7 +282,7 @@ def test_image_of_zeros_is_whole(tmp_path: Path) -> None:
     assert convert_as(0, tmp_path / "x.tar", tmp_path / "x.sif") == ""
 
 
-def built_by_runtime(folder: Path, layers: list[list[TarEntry]]) -> Path:
+def built_by_runtime(folder, layers):
     """A .sif that the runtime built with gzip; imgkit's own way would take zstd."""
     (folder / "old.tar").write_bytes(archive(layers, config={"Env": ["PATH=/bin"]}))
     answer = imgkit_json("sif", "old.tar", "--no-test", folder=folder, env=only("runtime", folder))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import Done, expect_failure, expect_success, imgkit, imgkit_json, output, public_folder, run
+from labkit import expect_failure, expect_success, imgkit, imgkit_json, output, public_folder, run
 
 TAG_ARM64 = f"imgkit-test-line-arm64-{os.getpid()}:latest"
 
@@ -44,16 +44,16 @@ def sif(line, request):
     return path
 
 
-def as_user(user: str, *argv: str | Path) -> Done:
+def as_user(user, *argv):
     prefix = ("runuser", "-u", user, "--", "env", f"HOME=/home/{user}") if os.geteuid() == 0 else ()
     return run(*prefix, *argv, folder="/")
 
 
-def inside(sif: Path, *args: str) -> str:
+def inside(sif, *args):
     return output("singularity", "exec", sif, *args)
 
 
-def losses(text: str) -> list[float]:
+def losses(text):
     return [float(loss) for loss in re.findall(r"step +\d+/\d+ +loss (\S+)", text)]
 
 
@@ -99,7 +99,7 @@ def test_root_file_system_is_read_only(line: Line) -> None:
     assert "Read-only" in result.stderr
 
 
-def olivia_sif(base: str, folder: Path) -> Path:
+def olivia_sif(base, folder):
     """Build the recipe olivia, and return its .sif."""
     sif = folder / "olivia.sif"
     try:

@@ -10,7 +10,6 @@ import tarfile
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import layer_reference
 import pytest
@@ -44,7 +43,7 @@ targets = some.one_of(
 
 
 @some.composite
-def entries(draw: some.DrawFn) -> TarEntry:
+def entries(draw):
     name = draw(paths)
     info = tarfile.TarInfo(name)
     kind = draw(some.sampled_from((*KINDS, "whiteout", "opaque")))
@@ -80,9 +79,7 @@ def folder():
         yield Path(name)
 
 
-def check(
-    layers: Sequence[Sequence[TarEntry]], folder: Path, *, way: Way = "new", uid: int = STRANGER
-) -> None:
+def check(layers, folder, *, way="new", uid=STRANGER):
     """Compare the merged image with the reference; both refuse the same layers."""
     case = Path(tempfile.mkdtemp(dir=folder))
     case.chmod(0o777)
@@ -104,7 +101,7 @@ def check(
     assert described == expected
 
 
-def _forget_losses(description: dict[str, Any], uid: int) -> None:
+def _forget_losses(description, uid):
     """Leave out what docs/reference/files.md says that an old mksquashfs loses."""
     kind = stat.S_IFMT(int(description["mode"], 8))
     if kind in (stat.S_IFCHR, stat.S_IFBLK):
@@ -118,7 +115,7 @@ def _forget_losses(description: dict[str, Any], uid: int) -> None:
 OLD_WAYS: Sequence[tuple[Way, int]] = (("old", STRANGER), ("old", 0))
 
 
-def every_kind() -> list[TarEntry]:
+def every_kind():
     """A layer with every kind of file, and names that a pseudo file has to quote."""
     header = {"mtime": 1710892800, "uid": 1234, "gid": 4321, "mode": 0o4755}
     capable = tar_entry(
@@ -150,7 +147,7 @@ RANDOM_STACKS = (
 def test_every_way_gives_the_tree_of_root(folder: Path, way: Way, uid: int, count: int) -> None:
     @settings(max_examples=count, deadline=None)
     @given(layers=stacks)
-    def check_random_stacks(layers: list[list[TarEntry]]) -> None:
+    def check_random_stacks(layers):
         check(layers, folder, way=way, uid=uid)
 
     check([every_kind()], folder, way=way, uid=uid)
@@ -162,7 +159,7 @@ def test_compressed_layers_give_the_same_file(folder: Path, command: Sequence[st
     if shutil.which(command[0]) is None:
         pytest.skip(f"apt install {command[0]}")
 
-    def packed(data: bytes) -> bytes:
+    def packed(data):
         return subprocess.run(command, input=data, capture_output=True, check=True).stdout
 
     layers = [every_kind(), [tar_entry("d/fifo", data=b"new"), tar_entry(".wh.#é")]]
@@ -195,11 +192,11 @@ def test_same_image_gives_the_same_bytes_on_every_way(folder: Path, way: Way, ui
     assert contents[0] == contents[1]
 
 
-def hard_link(name: str, target: str) -> TarEntry:
+def hard_link(name, target):
     return tar_entry(name, kind=tarfile.LNKTYPE, linkname=target)
 
 
-def symlink(name: str, target: str) -> TarEntry:
+def symlink(name, target):
     return tar_entry(name, kind=tarfile.SYMTYPE, linkname=target)
 
 

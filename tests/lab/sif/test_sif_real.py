@@ -12,10 +12,8 @@ import shutil
 import stat
 import subprocess
 import tarfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from labkit import docker, expect_failure, imgkit, imgkit_json, ordinary_user, output, run
@@ -68,7 +66,7 @@ class Lab:
     export: Path
 
 
-def sif(*args: str | Path, folder: Path) -> dict[str, Any]:
+def sif(*args, folder):
     return imgkit_json("sif", *args, folder=folder)
 
 
@@ -93,7 +91,7 @@ def lab(standin_notorch, tmp_path_factory):
         run("docker", "image", "rm", "-f", name)
 
 
-def unpacked(path: Path, folder: Path) -> Path:
+def unpacked(path, folder):
     """The root partition's files, unpacked by root."""
     root = image.read(path).require_root()
     if os.geteuid() != 0:
@@ -102,7 +100,7 @@ def unpacked(path: Path, folder: Path) -> Path:
     return folder
 
 
-def tree(root: Path) -> dict[str, dict[str, Any]]:
+def tree(root):
     """Return metadata and content of every file."""
     files = {}
     for path in (root, *root.rglob("*")):
@@ -152,7 +150,7 @@ def test_both_ways_same_tree(lab: Lab, tmp_path: Path) -> None:
     assert len(layers) > 5000
 
 
-def offset(sif: Path) -> tuple[str, str]:
+def offset(sif):
     return ("-o", str(image.read(sif).require_root().offset))
 
 
@@ -190,7 +188,7 @@ def test_attributes_are_the_same_from_every_source(tmp_path: Path) -> None:
 
 
 def test_labels_are_those_of_the_image(lab: Lab, tmp_path: Path) -> None:
-    def labels(path: Path) -> dict[str, str]:
+    def labels(path):
         answer = json.loads(output("singularity", "inspect", "--labels", "--json", path))
         return answer["data"]["attributes"]["labels"]
 
@@ -202,7 +200,7 @@ def test_labels_are_those_of_the_image(lab: Lab, tmp_path: Path) -> None:
 def test_same_data_objects(lab: Lab) -> None:
     """``singularity inspect`` and ``run`` read these."""
 
-    def objects(path: Path) -> list[tuple[int, bytes]]:
+    def objects(path):
         parsed = image.read(path)
         kinds = (image.DataType.DEFFILE, image.DataType.JSON)
         all_objects = [
@@ -264,7 +262,7 @@ def test_runs_as_root(lab: Lab, way: str) -> None:
     assert lines[1:] == ["755 0", "one"]
 
 
-def parsed_list(path: Path) -> Sequence[tuple[int, int, int]]:
+def parsed_list(path):
     """Id, start and end of each object as ``singularity sif list`` shows them."""
     rows = re.findall(
         r"^(\d+)\s*\|[^|]*\|[^|]*\|(\d+)-(\d+)", output("singularity", "sif", "list", path), re.M

@@ -19,7 +19,7 @@ from labkit import PYXIS, imgkit, imgkit_json, output, public_folder, small_disk
 from sample_image import verdicts
 from squashed_files import squashed_files
 from stored_images import archive, busybox_layer, only
-from tars import TarEntry, tar_entry
+from tars import tar_entry
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.inventory.collector import SPDX_PATH
@@ -57,7 +57,7 @@ pytestmark = [
 ]
 
 
-def layer() -> list[TarEntry]:
+def layer():
     return [
         *busybox_layer("sh", "printf", "env", "pwd", "mkdir"),
         tar_entry("dev/null", kind=tarfile.CHRTYPE, devmajor=1, devminor=3),
@@ -106,7 +106,7 @@ def unpacked(sqsh, as_user, request):
     shutil.rmtree(folder)
 
 
-def ch_run(as_user: Sequence[str], image: Path, root: Path, *command: object) -> str:
+def ch_run(as_user, image, root, *command):
     """Return the output of a command in a container of `image`, with `root`'s /etc/environment."""
     args = (f"--set-env={root}/etc/environment", image, "--", *command)
     return output(*as_user, "HOME=/", "ch-run", "--env-no-expand", *args, folder="/")
@@ -139,7 +139,7 @@ def test_an_ordinary_user_unpacks_it_without_devices(unpacked: Path) -> None:
     assert (unpacked / "etc/fstab").read_text() == (unpacked / "etc/rc.local").read_text() == ""
 
 
-def changed_paths(old: Path, new: Path) -> list[str]:
+def changed_paths(old, new):
     """Return the paths that differ; what a conversion adds to one format alone is no difference."""
     before, after = squashed_files(old), squashed_files(new)
     skip = {SPDX_PATH} if old.suffix == new.suffix else RUNTIME_FILES | ENROOT_FILES
@@ -212,7 +212,7 @@ def test_show_prints_image_and_compression(call: Call, sqsh: Path) -> None:
 def refused(call, monkeypatch):
     """Run imgkit in a folder whose files must stay as they are, and return its refusal."""
 
-    def run(folder: Path, *args: object, code: int = 2) -> str:
+    def run(folder, *args, code=2):
         before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
         monkeypatch.chdir(folder)
         exit_code, _, message = call(*map(str, args))
@@ -308,15 +308,15 @@ def test_a_damaged_archive_leaves_the_old_file(
 class Killed(Silent):
     """A reporter that ends its process at one stage, as ``kill -9`` does."""
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage):
         self.last = stage
 
-    def stage(self, text: str) -> None:
+    def stage(self, text):
         if text == self.last:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill(source: Path, target: Path, stage: str, patch: Callable[[], None] = lambda: None) -> None:
+def kill(source, target, stage, patch=lambda: None):
     """Convert in a child that dies at a stage."""
     child = os.fork()
     if child == 0:
@@ -343,7 +343,7 @@ def test_a_killed_conversion_leaves_the_old_file_or_none(
 
 
 def test_a_kill_before_the_checksum_leaves_none(folder: Path, sqsh: Path, tmp_path: Path) -> None:
-    def patch() -> None:
+    def patch():
         sqsh_files.files.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
     target = tmp_path / "x.sqsh"

@@ -19,7 +19,7 @@ SCRIPTS = sorted(
 )
 
 
-def run(script: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
+def run(script, *args, **env):
     return subprocess.run(
         [str(CI / script), *args],
         stdin=subprocess.DEVNULL,
