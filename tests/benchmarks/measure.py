@@ -60,7 +60,6 @@ def once(side: Side) -> Run:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             env={**os.environ, **side.env},
         ) as process:  # fmt: skip
-            assert process.stderr is not None
             errors = process.stderr.read()
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

@@ -373,7 +373,6 @@ def pbs_standin(cluster: Cluster) -> Iterator[None]:
     argv = [sys.executable, LAB / "pbs-standin", cluster.state]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as serving:
         try:
-            assert serving.stdout is not None
             assert serving.stdout.readline() == "serving\n"
             yield
         finally:

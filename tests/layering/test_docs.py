@@ -38,8 +38,6 @@ def run(*argv):
 def site_tool(name):
     """Load one of the site's own tools, which are no package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / "_ext" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

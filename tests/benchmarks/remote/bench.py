@@ -120,7 +120,6 @@ class Site(FarSite):
             (*argv, "--", "sh", "/workspace/edited.sh"), cwd=self.folder, env={**os.environ, **self.far.env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         ) as started:  # fmt: skip
-            assert started.stdout is not None
             line = started.stdout.readline()
             wall_s = time.monotonic() - start_s
             carried = self.moved() - before
@@ -149,7 +148,6 @@ class Site(FarSite):
         job_id = output(*ssh, "far", f"cd {home} && sbatch --parsable job.sh").strip()
         tail = f"tail --retry -n +1 -F {home}/slurm-{job_id}.out 2> /dev/null"
         with subprocess.Popen((*ssh, "far", tail), stdout=subprocess.PIPE) as following:
-            assert following.stdout is not None
             following.stdout.readline()
             wall_s = time.monotonic() - start_s
             following.terminate()

@@ -39,7 +39,6 @@ def test_interrupt_ends_it_cleanly(checkout: Path, tmp_path: Path) -> None:
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any("ci/lab/venv" in line for line in lines)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does

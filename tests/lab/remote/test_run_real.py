@@ -584,7 +584,6 @@ def test_failed_job_fails_the_command(site: Site) -> None:
 
 def test_interrupt_leaves_the_job_and_says_how_to_come_back(site: Site) -> None:
     with site.start("-- sh -c", SLOW) as started:
-        assert started.stdout is not None
         assert started.stdout.readline() == "line 1\n"
         os.killpg(started.pid, signal.SIGINT)
         _, messages = started.communicate(timeout=60)

@@ -221,7 +221,6 @@ def test_interrupt_leaves_the_old_file(sources: Sources, tmp_path: Path, stage: 
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        assert process.stdin is not None
         if piped:
             process.stdin.write(sources.plain.read_bytes())  # and no end
             process.stdin.flush()
