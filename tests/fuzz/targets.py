@@ -12,7 +12,7 @@ import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -428,10 +428,6 @@ def _lines(*texts: str) -> Callable[[], list[bytes]]:
     return lambda: [text.encode() for text in texts]
 
 
-def _ssh_hosts(path: Path) -> None:
-    ssh_hosts.parse_hosts(str(path))
-
-
 def _tomls() -> list[bytes]:
     return [
         (ROOT / "tests/golden/recipes/locked.lock").read_bytes(),
@@ -642,7 +638,7 @@ TARGETS = (
     Target("counts", _text(hostlist.expand_counts), _lines("4(x2),3", "1"), mutate.in_text),
     Target(
         "host-file",
-        _file(_ssh_hosts),
+        _file(lambda path: ssh_hosts.parse_hosts(str(path))),
         _lines("a slots=2\nu@b # x\nfe80::1\n"),
     ),
     Target(
@@ -745,10 +741,9 @@ def by_name(name: str) -> Target:
     return next(target for target in (*TARGETS, *WRONG) if target.name == name)
 
 
-@contextlib.contextmanager
-def own_folder(above: Path) -> Iterator[Path]:
-    """An empty folder for one input."""
+def empty_folder(above: Path) -> Path:
+    """Return an empty folder for one input, which the next call empties again."""
     folder = above / "one"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    yield folder
+    return folder

@@ -6,7 +6,6 @@ import contextlib
 import fcntl
 import os
 import pwd
-from collections.abc import Generator
 
 import pytest
 from labkit import (
@@ -43,8 +42,8 @@ LONGEST_FIRST = (
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def turn(item: pytest.Item) -> tuple[bool, bool, int]:
+def pytest_collection_modifyitems(items):
+    def turn(item):
         positions = [number for number, part in enumerate(LONGEST_FIRST) if part in item.nodeid]
         # The images for arm64 are ready last, and a quiet test waits until no other test runs.
         last = (item.get_closest_marker(name) is not None for name in ("quiet", "qemu"))
@@ -57,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item):
     """Let a test marked quiet run when no other worker runs a test."""
     with (shared_folder() / "quiet.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("quiet") else fcntl.LOCK_SH)
@@ -113,7 +112,7 @@ def started():
     engines: dict[str, PrivateEngine] = {}
     with contextlib.ExitStack() as stack:
 
-        def get(kind: str) -> PrivateEngine:
+        def get(kind):
             if kind not in engines:
                 engines[kind] = stack.enter_context(private_engine(kind))
             return engines[kind]

@@ -80,7 +80,6 @@ def site(folder: Path) -> Iterator[FarHost]:
         cluster.up(1)
         try:
             login_node(far, cluster)
-            run("setsid", "true")
             yield far
         finally:
             far.disconnect()
