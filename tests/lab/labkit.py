@@ -397,7 +397,7 @@ class SlurmSite(Cluster):
         """Wait until `condition` holds; a failure shows what the job has printed."""
         until(condition, describe=lambda: self.output_of(job))
 
-    def wait_for(self, job: str, text: str, count: int = 1) -> None:
+    def wait_for_text(self, job: str, text: str, count: int = 1) -> None:
         """Wait until a job has printed `text` so often."""
         self.until(lambda: self.output_of(job).count(text) >= count, job)
 

@@ -76,9 +76,9 @@ def site(standin, request):
 )
 def test_image_of_a_site_runs_is_stopped_and_resumes(site: Site, name: str) -> None:
     job = site.submit(name, "--", *COUNT, "60")
-    site.wait_for(job, "starts at 0")
+    site.wait_for_text(job, "starts at 0")
     site("scancel --batch --signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.wait_for(job, "requeued")
+    site.wait_for_text(job, "requeued")
     saved = re.search(r"state saved at step (\d+)", site.output_of(job))
     assert saved, site.output_of(job)
     site.start_again(job)

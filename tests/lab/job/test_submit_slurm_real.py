@@ -239,7 +239,7 @@ def test_no_text_of_a_job_holds_its_secrets(site: Site) -> None:
 def stopped_and_requeued(site, job):
     """Ask `job` to stop, as Slurm does before its time is over, and have it start again; the step saved."""
     site.cluster("scancel --batch --signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.wait_for(job, "requeued")
+    site.wait_for_text(job, "requeued")
     step = saved_step(site, job)
     site.start_again(job)
     return step
@@ -257,7 +257,7 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
     (site.folder / "job.sh").write_text(cluster.stdout)
     submitted = expect_success(site.cluster("--user sbatch --parsable", site.folder / "job.sh"))
     job = submitted.stdout.strip()
-    site.wait_for(job, "starts at 0")
+    site.wait_for_text(job, "starts at 0")
     saved = stopped_and_requeued(site, job)
     site.wait_for_end(job)
     assert f"starts at {saved}\n" in site.output_of(job)
@@ -269,7 +269,7 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site: Site) -> None:
 def test_file_of_a_person_keeps_the_job_from_going_on(site: Site) -> None:
     job = site.submit("--nodes 2 --", *COUNT, "200")
     stop = site.folder / f"runs/mn5-{job}/stop"
-    site.wait_for(job, "starts at 0")
+    site.wait_for_text(job, "starts at 0")
     stop.touch()
     site.wait_for_end(job)
     saved = saved_step(site, job)
@@ -304,9 +304,9 @@ while not (stop / "stop").exists():
 def test_job_without_progress_is_not_requeued_again(site: Site) -> None:
     (site.folder / "stuck.py").write_text(STUCK)
     job = site.submit("--nodes 2 -- dist-run", *ONE, "stuck.py")
-    site.wait_for(job, "waits", 2)
+    site.wait_for_text(job, "waits", 2)
     assert stopped_and_requeued(site, job) == "7"
-    site.wait_for(job, "waits", 4)
+    site.wait_for_text(job, "waits", 4)
     site.cluster("scancel --batch --signal=USR1", job)
     site.wait_for_end(job)
     message = f"state saved ({job}.0 7) where it was at the last start: not requeued"
@@ -337,9 +337,9 @@ print(f"finished at {run.step}")
 def test_job_of_plain_torchrun_is_requeued_by_the_library(site: Site) -> None:
     (site.folder / "library.py").write_text(LIBRARY)
     job = site.submit("--nodes 2 --gpus 0 -- sh -c", *BY_TORCHRUN)
-    site.wait_for(job, "starts at 0")
+    site.wait_for_text(job, "starts at 0")
     site.cluster("scancel --batch --signal=USR1", job)
-    site.wait_for(job, "requeued")
+    site.wait_for_text(job, "requeued")
     saved = saved_step(site, job, r"the state of step (\d+) is saved")
     site.start_again(job)
     site.wait_for_end(job)
@@ -351,7 +351,7 @@ def test_job_of_plain_torchrun_is_requeued_by_the_library(site: Site) -> None:
 @pytest.mark.soak
 def test_job_that_slurm_ends_at_its_limit_is_not_requeued(site: Site) -> None:
     job = site.submit("--nodes 2 --time 1m -- dist-run", *ONE, "--grace", "60", "stuck.py")
-    site.wait_for(job, "waits", 2)
+    site.wait_for_text(job, "waits", 2)
     until(lambda: not site.is_queued(job), within_s=240, describe=lambda: site.output_of(job))
     assert "JobState=TIMEOUT" in site.record(job), site.record(job)
     assert "requeued" not in site.output_of(job)
@@ -370,7 +370,7 @@ def test_folder_that_another_user_planted_is_refused(site: Site) -> None:
 
 def test_cancelled_job_is_not_requeued(site: Site) -> None:
     job = site.submit("--nodes 2 --", *COUNT, "6000")
-    site.wait_for(job, "starts at 0")
+    site.wait_for_text(job, "starts at 0")
     status = site.imgkit("status", job)
     assert "RUNNING" in status.stdout
     assert f"imgkit: squeue --noheader --jobs={job}" in status.stderr
@@ -418,7 +418,7 @@ def test_requeued_job_goes_on_in_its_copy_of_the_code(site: Site) -> None:
     os.chown(source, site.folder.stat().st_uid, site.folder.stat().st_gid)
     job = site.submit("--gpus 0 --code", "my code", "--", "sh", "-c", WRITES.replace("\n", ";"))
     (source / "edited").write_text("after\n")  # the job waits, or runs
-    site.wait_for(job, "ready")
+    site.wait_for_text(job, "ready")
     site.requeue(job)
     assert site.output_of(job).endswith("before\nsent\nstart\nstart\n")
     assert len(list((site.folder / f"runs/mn5-{job}/workspace/a b").iterdir())) == 2001
@@ -470,7 +470,7 @@ def kill_launcher(site, node):
 def with_a_spare(site, *command, works="starts at 0", options=()):
     """A job of 2+1 nodes whose program has printed `works`."""
     job = site.submit("--nodes 2+1", *options, "--", *SPARED, *command)
-    site.wait_for(job, works)
+    site.wait_for_text(job, works)
     return job
 
 
@@ -522,7 +522,7 @@ def test_job_that_loses_its_first_node_is_requeued_by_another(site: Site) -> Non
 def test_job_saves_and_is_requeued_after_its_spare_took_over(site: Site) -> None:
     job = with_a_spare(site, "save_and_resume.py", "200")
     kill_launcher(site, "node2")
-    site.wait_for(job, "starts at 0", 2)
+    site.wait_for_text(job, "starts at 0", 2)
     saved = stopped_and_requeued(site, job)
     site.wait_for_end(job)
     assert f"starts at {saved}\n" in site.output_of(job)
@@ -533,7 +533,7 @@ def test_job_saves_and_is_requeued_after_its_spare_took_over(site: Site) -> None
 def test_job_cancelled_during_a_restart_leaves_nothing(site: Site) -> None:
     job = with_a_spare(site, "save_and_resume.py", "6000")
     kill_launcher(site, "node2")
-    site.wait_for(job, "attempt 2 starts")
+    site.wait_for_text(job, "attempt 2 starts")
     assert site.imgkit("cancel", job).returncode == 0
     site.wait_for_end(job)
     nodes = ("node1", "node2", "node3")
