@@ -77,7 +77,7 @@ def test_pbs_job_is_seen_kept_and_cancelled(site: Site) -> None:
         os.utime(path, (1e9, 1e9))
     assert "nothing is unused" in site.imgkit("remote gc far").stdout
     assert site.imgkit("cancel", job).returncode == 0
-    until(lambda: f"{job} failed" in site.imgkit("status", job).stdout)
+    until(lambda: f"{job} was cancelled" in site.imgkit("status", job).stdout)
     assert site.imgkit("logs", job).returncode == 1
 
 
@@ -104,5 +104,5 @@ def test_doctor_names_qsub(site: Site) -> None:
 def test_failed_pbs_job_fails_the_command(site: Site) -> None:
     result = site.run("-- sh -c", "echo told; exit 3")
     assert "told" in result.stdout.splitlines()
-    assert re.search(r"\d\.standin@far failed; imgkit resume .*; imgkit fetch", result.stderr)
+    assert re.search(r"\d\.standin@far failed with exit code 3; imgkit resume .*; imgkit fetch", result.stderr)
     assert result.returncode == 1
