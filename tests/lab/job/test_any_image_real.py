@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import site_images
-from labkit import IMGKIT, ROOT, SlurmSite, expect_failure, expect_success, run, slurm_marks, soak
+from labkit import IMGKIT, ROOT, SlurmSite, expect_failure, expect_success, run, slurm_marks, soak, split_line
 from remotekit import FarSite, far_host
 
 from imgkit_entrypoints import __version__
@@ -36,7 +36,7 @@ class Site(SlurmSite):
     def imgkit(self, *args):
         env = {name: str(self.state / name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
         env["BASH_FUNC_module%%"] = "() { :; }"
-        return self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *args, env=env)
+        return self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *split_line(*args), env=env)
 
     def submit(self, name, *args):
         image = name if "." in name else f"{name}.sif"

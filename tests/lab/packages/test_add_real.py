@@ -26,6 +26,7 @@ from labkit import (
     run,
     slurm_marks,
     small_disk,
+    split_line,
     until,
 )
 from package_index import write_links, write_wheel
@@ -83,7 +84,10 @@ class Site(SlurmSite):
     def imgkit(self, *args):
         home = {"HOME": str(self.state / "home/researcher"), "USER": "researcher", "SHELL": "/bin/bash"}
         as_user = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
-        argv = (*imgkit_as(as_user, {**home, "BASH_FUNC_module%%": "() { :; }", **INDEX}), *map(str, args))
+        argv = (
+            *imgkit_as(as_user, {**home, "BASH_FUNC_module%%": "() { :; }", **INDEX}),
+            *map(str, split_line(*args)),
+        )
         return run(*argv, folder="/")
 
     def run_to_end(self, *args):

@@ -104,5 +104,7 @@ def test_doctor_names_qsub(site: Site) -> None:
 def test_failed_pbs_job_fails_the_command(site: Site) -> None:
     result = site.run("-- sh -c", "echo told; exit 3")
     assert "told" in result.stdout.splitlines()
-    assert re.search(r"\d\.standin@far failed with exit code 3; imgkit resume .*; imgkit fetch", result.stderr)
+    assert re.search(
+        r"\d\.standin@far failed with exit code 3; imgkit resume .*; imgkit fetch", result.stderr
+    )
     assert result.returncode == 1

@@ -125,7 +125,9 @@ def test_both_run_one_image_at_once(people: tuple[Person, Person]) -> None:
         script = stranger.run_in_account("scontrol", "write", "batch_script", job.partition("@")[0], "-")
         assert script.stdout == ""
         assert "Invalid user id" in script.stderr
-    names = [sorted(path.name for path in (store(person) / "images").iterdir()) for person in people]
+    names = [
+        sorted(path.parent.name for path in (store(person) / "images").rglob("*.sif")) for person in people
+    ]
     assert names[0] == names[1]
     assert len(names[0]) == 1
     seen = people[0].cluster("squeue --states=all --format=%all").stdout
