@@ -15,9 +15,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import hypothesis
 import pytest
@@ -38,7 +37,7 @@ STANDIN_ARM64 = "imgkit.local/standin:24.03-arm64"
 STANDIN_ARM64_NOTORCH = "imgkit.local/standin:24.03-arm64-notorch"
 
 
-def probe(argv: Sequence[str | Path], timeout_s: float = 60) -> str | None:
+def probe(argv, timeout_s=60):
     """Return None if the command succeeds, else its last line, or why it could not be run."""
     try:
         result = subprocess.run(
@@ -56,21 +55,21 @@ def probe(argv: Sequence[str | Path], timeout_s: float = 60) -> str | None:
     return lines[-1]
 
 
-def _docker() -> str | None:
+def _docker():
     reason = probe(["docker", "version", "--format", "{{.Server.Version}}"])
     return reason and f"no Docker engine answers ({reason}); as root: ci/lab/engine start"
 
 
-def _podman() -> str | None:
+def _podman():
     return missing_programs(("podman", "busybox")) or probe(["podman", "--version"])
 
 
-def _buildx() -> str | None:
+def _buildx():
     reason = _docker() or probe(["docker", "buildx", "version"])
     return reason and f"the docker program has no buildx ({reason}); as root: ci/lab/engine buildx"
 
 
-def _singularity() -> str | None:
+def _singularity():
     command = shutil.which("singularity") or shutil.which("apptainer")
     if command is None:
         return "neither singularity nor apptainer is on PATH; as root: ci/lab/install-singularity"
@@ -78,32 +77,32 @@ def _singularity() -> str | None:
     return reason and f"{command} does not run ({reason}); as root: ci/lab/install-singularity --force"
 
 
-def _charliecloud() -> str | None:
+def _charliecloud():
     reason = probe(["env", "USER=me", "ch-run", "--version"])
     return reason and f"ch-run does not run ({reason}); as root: apt-get install charliecloud"
 
 
-def _qemu() -> str | None:
+def _qemu():
     reason = probe([ROOT / "ci/lab/binfmt", "status", "arm64"])
     return reason and "arm64 programs do not run here; as root: ci/lab/binfmt register"
 
 
-def _sshd() -> str | None:
+def _sshd():
     return missing_programs(("ssh", "sshd", "ssh-keygen"))
 
 
-def _cluster() -> str | None:
+def _cluster():
     if os.geteuid() != 0:
         return "the virtual cluster needs root"
     return missing_programs(("sshd", "mpirun", "ip"))
 
 
-def _slurm() -> str | None:
+def _slurm():
     # Fetched once, if it is not in the cache. This takes a minute.
     return _cluster() or probe([ROOT / "ci/lab/cluster", "fetch", "trixie"], timeout_s=900)
 
 
-def _torch_arm64() -> str | None:
+def _torch_arm64():
     if os.environ.get("IMGKIT_TEST_TORCH_ARM64") == "1":
         return None
     return "takes minutes under qemu; asked for by IMGKIT_TEST_TORCH_ARM64=1"
@@ -141,7 +140,7 @@ PACKAGES = {
 """Program -> its Debian package, where that has another name."""
 
 
-def missing_programs(names: Sequence[str]) -> str | None:
+def missing_programs(names):
     """Say which programs are not on PATH, and what installs them."""
     path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
     absent = [name for name in names if shutil.which(name, path=path) is None]
@@ -149,7 +148,7 @@ def missing_programs(names: Sequence[str]) -> str | None:
     return f"no {', '.join(absent)}; as root: apt-get install {' '.join(packages)}" if absent else None
 
 
-def required() -> frozenset[str]:
+def required():
     """The capabilities whose absence is a failure."""
     names = frozenset(re.findall(r"[\w-]+", os.environ.get("IMGKIT_REQUIRE", "")))
     supported = {*CAPABILITIES, "programs"}
@@ -158,26 +157,26 @@ def required() -> frozenset[str]:
     return names
 
 
-def missing(name: str, reason: str) -> None:
+def missing(name, reason):
     """Skip the running test, or fail it where `name` is required."""
     if name in required():
         pytest.fail(f"{name} is required by IMGKIT_REQUIRE: {reason}", pytrace=False)
     pytest.skip(f"{name}: {reason}")
 
 
-def _is_worker(config: pytest.Config) -> bool:
+def _is_worker(config):
     """True in a process that pytest-xdist started to run a share of the tests."""
     return hasattr(config, "workerinput")
 
 
-def _mark_folders() -> set[Path]:
+def _mark_folders():
     """Folders that launchers keep their marks in."""
     patterns = ("imgkit-stop-*", "imgkit-ray-*")
     parents = (Path("/tmp"), Path("/dev/shm"))
     return {folder for parent in parents for pattern in patterns for folder in parent.glob(pattern)}
 
 
-def _used_folders() -> set[Path]:
+def _used_folders():
     """Folders of launchers that run, perhaps for another pytest on this machine."""
     folders = set()
     for environ in Path("/proc").glob("[0-9]*/environ"):
@@ -188,7 +187,7 @@ def _used_folders() -> set[Path]:
     return folders
 
 
-def _log_folders() -> set[Path]:
+def _log_folders():
     """Folders of the logs of failed runs without a run folder: those of virtual nodes lie in this /tmp."""
     # Not Path.glob: it fails where another run removes a folder meanwhile.
     return {Path(log).parent for log in glob.glob("/tmp/imgkit-*/errors-*.log")}  # noqa: PTH207
@@ -197,14 +196,14 @@ def _log_folders() -> set[Path]:
 _folders_before = _mark_folders() | _log_folders()
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure(config):
     required()
     if not _is_worker(config):
         # Workers inherit it: lab tests keep there what they make for all of them (lab/labkit.py).
         os.environ["IMGKIT_TEST_SHARED"] = f"/tmp/imgkit-shared-{os.getpid()}"
 
 
-def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str] | None:
+def pytest_assertrepr_compare(op, left, right):
     """Describe unequal files by size and first difference; pytest's own way takes half an hour."""
     if op != "==" or not (isinstance(left, bytes) and isinstance(right, bytes)):
         return None
@@ -219,12 +218,12 @@ def pytest_assertrepr_compare(op: str, left: object, right: object) -> list[str]
     return [f"{len(left)} bytes == {len(right)} bytes", difference]
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
+def pytest_addoption(parser):
     parser.addoption("--soak", action="store_true", help="run the tests marked soak, too (ci/soak does)")
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config, items):
     if config.getoption("--soak"):
         return
     if left_out := [item for item in items if item.get_closest_marker("soak")]:
@@ -232,7 +231,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
-def pytest_unconfigure(config: pytest.Config) -> None:
+def pytest_unconfigure(config):
     """Remove what lab tests shared, mark folders of node agents that they killed, and logs of failed runs."""
     shared = Path(os.environ["IMGKIT_TEST_SHARED"])
     if _is_worker(config):
@@ -244,7 +243,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item):
     for name, capability in CAPABILITIES.items():
         if item.get_closest_marker(name) and (reason := capability()):
             missing(name, reason)
@@ -253,7 +252,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             missing("programs", reason)
 
 
-def _standin(name: str, *options: str) -> str:
+def _standin(name, *options):
     # ci/check makes the images beside the tests: the file that it names is there until they are ready.
     making = Path(os.environ.get("IMGKIT_TEST_MAKING", "/nonexistent"))
     while making.exists() and probe(["docker", "image", "inspect", name]):
@@ -264,36 +263,36 @@ def _standin(name: str, *options: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def standin() -> str:
+def standin():
     """Name of the local stand-in base with CPU torch, for this machine's architecture."""
     return _standin(STANDIN)
 
 
 @pytest.fixture(scope="session")
-def standin_notorch() -> str:
+def standin_notorch():
     """Name of the small local stand-in base without torch."""
     return _standin(STANDIN_NOTORCH, "--no-torch")
 
 
 @pytest.fixture(scope="session")
-def standin_arm64_notorch() -> str:
+def standin_arm64_notorch():
     """Name of the local arm64 stand-in base without torch; tests that run it are marked ``qemu`` too."""
     return _standin(STANDIN_ARM64_NOTORCH, "--arch arm64", "--no-torch")
 
 
 @pytest.fixture(scope="session")
-def standin_arm64() -> str:
+def standin_arm64():
     """Name of the local arm64 stand-in base with torch; only for tests marked ``torch_arm64``."""
     return _standin(STANDIN_ARM64, "--arch arm64")
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+def call(monkeypatch, capsys):
     """``call("build", "mn5")``: exit code, stdout and stderr of the command line."""
 
     from imgkit_builder.cli import app
 
-    def run(*args: str) -> tuple[object, str, str]:
+    def run(*args):
         monkeypatch.setattr("sys.argv", ["imgkit", *args])
         with pytest.raises(SystemExit) as exited:
             app.main()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -34,6 +36,15 @@ class Side:
     env: dict[str, str] = field(default_factory=dict)
 
 
+def command_line(page: str | None, *, repeat: int) -> argparse.ArgumentParser:
+    """Print the machine, and return a parser of ``--repeat``."""
+    cpus = len(os.sched_getaffinity(0))
+    print(f"{cpus} processors, Linux {platform.release()}, Python {platform.python_version()}")
+    parser = argparse.ArgumentParser(description=page, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--repeat", type=int, default=repeat)
+    return parser
+
+
 def once(side: Side) -> Run:
     """Run the side's commands to their end.
 
@@ -49,7 +60,6 @@ def once(side: Side) -> Run:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
             env={**os.environ, **side.env},
         ) as process:  # fmt: skip
-            assert process.stderr is not None
             errors = process.stderr.read()
             _, status, usage = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)

@@ -6,12 +6,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from job_records import full_record
 
 from imgkit_builder.archive import sidecar
 from imgkit_builder.examine.verify import verify_file
 from imgkit_builder.jobs import measured, records
-from imgkit_builder.jobs.request import CodeRecord
-from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.sif import image
 from imgkit_builder.workflow import baked
 
@@ -65,24 +64,7 @@ def test_system_in_a_sif_is_read(written):
 
 def test_record_of_a_job_has_every_field(written, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(written / "state"))
-    assert records.find_record("4711@far") == SubmittedJob(
-        job=QueuedJob(
-            id="4711",
-            system="slurm",
-            name="mine",
-            directory=Path("/home/me/work"),
-            queue="acc",
-            cluster="mn5",
-            remote="far",
-        ),
-        recipe="mn5",
-        code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True),
-        submitted="2026-01-01T00:00:00+00:00",
-        command=("dist-run", "train.py", "--lr", "0.1"),
-        image_id="sha256:" + "a" * 64,
-        state="succeeded",
-        fetched="/home/me/runs/mine-4711",
-    )
+    assert records.find_record("4711@far") == full_record()
 
 
 def test_run_folder_is_read(written):

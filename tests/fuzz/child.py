@@ -81,11 +81,9 @@ def main() -> None:
                 # What a reader imports, opens and keeps on its first use counts as the start.
                 warm.add(target.name)
                 for seed in target.seeds():
-                    with targets.own_folder(Path(above)) as folder:
-                        run(target, seed, folder, 0, steps=steps)
+                    run(target, seed, targets.empty_folder(Path(above)), 0, steps=steps)
                 base = max(base, _size_bytes())
-            with targets.own_folder(Path(above)) as folder:
-                answer = run(target, data, folder, base, steps=steps)
+            answer = run(target, data, targets.empty_folder(Path(above)), base, steps=steps)
             sink.write(answer.encode() + b"\n")
             sink.flush()
 

@@ -22,8 +22,6 @@ class House:
     def fault(self, target: str, data: bytes) -> str:
         """Return the fault with which `target` read `data`; empty where it accepted or refused it."""
         child = self._started()
-        assert child.stdin is not None
-        assert child.stdout is not None
         child.stdin.write(b"%s %d\n%s" % (target.encode(), len(data), data))
         child.stdin.flush()
         with selectors.DefaultSelector() as waiting:

@@ -6,6 +6,7 @@ Every change is a `Change`, three numbers, so that Hypothesis can shrink a list 
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import zlib
 from collections.abc import Callable, Iterable
@@ -150,19 +151,7 @@ def _slots(document: list[Any]) -> Iterable[tuple[Any, Any]]:
                 waiting.append(holder[key])
 
 
-FIELDS = (
-    (0, 100),
-    (100, 108),
-    (108, 116),
-    (116, 124),
-    (124, 136),
-    (136, 148),
-    (156, 157),
-    (157, 257),
-    (257, 265),
-    (329, 345),
-    (345, 500),
-)
+FIELDS = tuple(itertools.pairwise((0, 100, 108, 116, 124, 136, 148, 156, 157, 257, 265, 329, 345, 500)))
 """Places of the fields of a tar header."""
 
 

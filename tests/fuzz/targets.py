@@ -8,10 +8,11 @@ import functools
 import gzip
 import io
 import json
+import re
 import shutil
 import sys
 import tarfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "kit"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "lab"))
 
 import mutate
+from file_tree import write_files
 from sample_image import SampleImage, digest
 from shared_object import shared_object
 from tars import tar_of_files
@@ -41,7 +43,7 @@ from imgkit_builder.jobs.remote.store import RemoteImage
 from imgkit_builder.jobs.systems import fanout as ssh_hosts
 from imgkit_builder.lock import answers
 from imgkit_builder.oci import config, manifest
-from imgkit_builder.oci.manifest import BaseImage, Manifest
+from imgkit_builder.oci.manifest import BaseImage, Manifest, Probe
 from imgkit_builder.project import toml_file
 from imgkit_builder.recipe import (
     lock_file,
@@ -72,7 +74,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Target:
     """One reader."""
 
@@ -80,7 +82,7 @@ class Target:
     run: Callable[[bytes, Path], object]
     """Read the bytes; the folder is empty and its own."""
     seeds: Callable[[], list[bytes]]
-    change: Callable[[bytes, mutate.Change], bytes] = mutate.in_bytes
+    change: Callable[[bytes, mutate.Change], bytes] = mutate.in_text
     also: tuple[type[Exception], ...] = ()
     """Errors that the reader's docstring names besides ImgkitError."""
 
@@ -94,9 +96,7 @@ def _file(read: Callable[[Path], object], name: str = "input") -> Callable[[byte
     """A reader of files as a reader of bytes."""
 
     def run(data: bytes, folder: Path) -> object:
-        path = folder / name
-        path.write_bytes(data)
-        return read(path)
+        return read(_put(folder, data, name))
 
     return run
 
@@ -236,15 +236,8 @@ def _text(read: Callable[[str], object]) -> Callable[[bytes, Path], object]:
 
 
 def _manifests() -> list[bytes]:
-    probe = inside_probe()
-    base = BaseImage(name="nvcr.io/x:1", digest="sha256:" + "0" * 64, probe=probe) if probe else None
+    base = BaseImage(name="nvcr.io/x:1", digest="sha256:" + "0" * 64, probe=_filled(Probe))
     return [manifest.to_json(_filled(Manifest, base=base)).encode()]
-
-
-def inside_probe() -> Any:
-    from imgkit_builder.oci.manifest import Probe
-
-    return _filled(Probe)
 
 
 def _filled(kind: Any, **values: Any) -> Any:
@@ -355,22 +348,27 @@ def _tree(data: bytes, folder: Path) -> None:
         for path, content in files.items() if isinstance(files, dict) else ():
             if path and not {"", ".", ".."} & set(path.split("/")) and isinstance(content, str):
                 with contextlib.suppress(OSError, ValueError):
-                    (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / path).write_bytes(content.encode("utf-8", "surrogatepass"))
+                    write_files(folder, {path: content.encode("utf-8", "surrogatepass")})
     host = facts.gather(root=folder, env={})
     fabric.choose_fabric(host, None, {}, nnodes=2)
     node.examine(host, None, {}, reader=facts.Reader(root=folder))
 
 
 ENVIRONMENTS = (
-    {"SLURM_JOB_ID": "5", "SLURM_NNODES": "3", "SLURM_NODEID": "1", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_NUM_NODES": "3", "SLURM_STEP_NUM_TASKS": "3", "SLURM_STEP_TASKS_PER_NODE": "1(x3)", "SLURM_LOCALID": "0", "SLURM_TASKS_PER_NODE": "1(x3)"},
-    {"PBS_JOBID": "5.x", "PBS_NODEFILE": "/nodes", "PBS_NODENUM": "1", "FILE": "n1\nn2\nn2"},
-    {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "1", "OMPI_COMM_WORLD_LOCAL_RANK": "0", "IMGKIT_NODES": "a,b", "PMIX_RANK": "1"},
-    {"PALS_RANKID": "1", "PALS_NODEID": "1", "PALS_LOCAL_RANKID": "0", "PALS_APID": "x", "IMGKIT_NODES": "a b"},
-    {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0", "IMGKIT_NODES": "a b"},
-    {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "29500", "KUBERNETES_SERVICE_HOST": "x", "PET_NNODES": "2", "PET_NODE_RANK": "1"},
-    {"IMGKIT_NNODES": "2", "IMGKIT_NODE_RANK": "1", "IMGKIT_HEAD": "a", "IMGKIT_PORT": "5000", "IMGKIT_NODES": "a[1-2]"},
-)  # fmt: skip
+    "SLURM_JOB_ID=5; SLURM_NNODES=3; SLURM_NODEID=1; SLURM_JOB_NODELIST=n[1-3]; SLURM_PROCID=1; "
+    "SLURM_NTASKS=3; SLURM_STEP_ID=0; SLURM_STEP_NODELIST=n[1-3]; SLURM_STEP_NUM_NODES=3; "
+    "SLURM_STEP_NUM_TASKS=3; SLURM_STEP_TASKS_PER_NODE=1(x3); SLURM_LOCALID=0; "
+    "SLURM_TASKS_PER_NODE=1(x3)",
+    "PBS_JOBID=5.x; PBS_NODEFILE=/nodes; PBS_NODENUM=1; FILE=n1\nn2\nn2",
+    "OMPI_COMM_WORLD_SIZE=2; OMPI_COMM_WORLD_RANK=1; OMPI_COMM_WORLD_LOCAL_SIZE=1; "
+    "OMPI_COMM_WORLD_LOCAL_RANK=0; IMGKIT_NODES=a,b; PMIX_RANK=1",
+    "PALS_RANKID=1; PALS_NODEID=1; PALS_LOCAL_RANKID=0; PALS_APID=x; IMGKIT_NODES=a b",
+    "PMI_RANK=1; PMI_SIZE=2; MPI_LOCALNRANKS=1; MPI_LOCALRANKID=0; IMGKIT_NODES=a b",
+    "WORLD_SIZE=2; RANK=1; MASTER_ADDR=a; MASTER_PORT=29500; KUBERNETES_SERVICE_HOST=x; PET_NNODES=2; "
+    "PET_NODE_RANK=1",
+    "IMGKIT_NNODES=2; IMGKIT_NODE_RANK=1; IMGKIT_HEAD=a; IMGKIT_PORT=5000; IMGKIT_NODES=a[1-2]",
+)
+"""What launchers set, ``NAME=VALUE``; FILE is the text of the node file."""
 
 
 def _placement(data: bytes, _: Path) -> None:
@@ -430,10 +428,6 @@ def _lines(*texts: str) -> Callable[[], list[bytes]]:
     return lambda: [text.encode() for text in texts]
 
 
-def _ssh_hosts(path: Path) -> None:
-    ssh_hosts.parse_hosts(str(path))
-
-
 def _tomls() -> list[bytes]:
     return [
         (ROOT / "tests/golden/recipes/locked.lock").read_bytes(),
@@ -453,89 +447,89 @@ def _failure(data: bytes, folder: Path) -> None:
 
 
 TARGETS = (
-    Target(name="tar", run=_walk_tar, seeds=_layers, change=mutate.in_tar),
+    Target("tar", _walk_tar, _layers, mutate.in_tar),
     Target(
-        name="layer-links",
-        run=_file(lambda path: runtime_build.refuse_links([path], where="x")),
-        seeds=_layers,
-        change=mutate.in_tar,
+        "layer-links",
+        _file(lambda path: runtime_build.refuse_links([path], where="x")),
+        _layers,
+        mutate.in_tar,
     ),
     Target(
-        name="archive",
-        run=_lay_out,
-        seeds=lambda: [*_archives(), *(gzip.compress(data, 1, mtime=0) for data in _archives()[:1])],
-        change=mutate.in_tar,
+        "archive",
+        _lay_out,
+        lambda: [*_archives(), *(gzip.compress(data, 1, mtime=0) for data in _archives()[:1])],
+        mutate.in_tar,
     ),
-    Target(name="archive-verify", run=_file(_verify_archive), seeds=_archives, change=mutate.in_tar),
+    Target("archive-verify", _file(_verify_archive), _archives, mutate.in_tar),
     Target(
-        name="archive-peek",
-        run=_file(lambda path: peek_config(Archive(path=path))),
-        seeds=_archives,
-        change=mutate.in_tar,
+        "archive-peek",
+        _file(lambda path: peek_config(Archive(path=path))),
+        _archives,
+        mutate.in_tar,
     ),
     Target(
-        name="archive-gzip",
-        run=_file(_verify_archive),
-        seeds=lambda: [gzip.compress(data, 1, mtime=0) for data in _archives()],
-        change=mutate.in_gzip(mutate.in_tar),
+        "archive-gzip",
+        _file(_verify_archive),
+        lambda: [gzip.compress(data, 1, mtime=0) for data in _archives()],
+        mutate.in_gzip(mutate.in_tar),
     ),
-    Target(name="gzip", run=_gunzip, seeds=lambda: [gzip.compress(layer(), mtime=0)], change=mutate.in_bytes),
-    Target(name="sif", run=_file(_read_sif), seeds=_sifs),
-    Target(name="sqsh", run=_file(_read_sqsh), seeds=_sqshs, change=mutate.in_record),
+    Target("gzip", _gunzip, lambda: [gzip.compress(layer(), mtime=0)], mutate.in_bytes),
+    Target("sif", _file(_read_sif), _sifs, mutate.in_bytes),
+    Target("sqsh", _file(_read_sqsh), _sqshs, mutate.in_record),
     Target(
-        name="json",
-        run=lambda data, _: json_text.parse(data),
-        seeds=_recipe_texts,
-        change=mutate.in_json,
+        "json",
+        lambda data, _: json_text.parse(data),
+        _recipe_texts,
+        mutate.in_json,
         also=(ValueError,),
     ),
     Target(
-        name="json-between-warnings",
-        run=_text(json_text.first_object),
-        seeds=_recipe_texts,
-        change=mutate.in_json,
+        "json-between-warnings",
+        _text(json_text.first_object),
+        _recipe_texts,
+        mutate.in_json,
         also=(ValueError,),
     ),
     Target(
-        name="image-configuration",
-        run=lambda data, _: config.creation_time_s(config.parse_config(data, where="x").created),
-        seeds=_lines(
+        "image-configuration",
+        lambda data, _: config.creation_time_s(config.parse_config(data, where="x").created),
+        _lines(
             '{"architecture": "amd64", "os": "linux", "created": "2024-03-20T00:00:00Z", "config": {"Labels": {"a": "b"}}, '
             '"rootfs": {"diff_ids": ["sha256:' + "0" * 64 + '"]}}'
         ),
-        change=mutate.in_json,
+        mutate.in_json,
     ),
-    Target(name="manifest", run=_text(manifest.from_json), seeds=_manifests, change=mutate.in_json),
+    Target("manifest", _text(manifest.from_json), _manifests, mutate.in_json),
     Target(
-        name="system",
-        run=_text(system.from_json),
-        seeds=lambda: [system.to_json(load("mn5").system).encode()],
-        change=mutate.in_json,
+        "system",
+        _text(system.from_json),
+        lambda: [system.to_json(load("mn5").system).encode()],
+        mutate.in_json,
         also=(ValueError,),
     ),
     Target(
-        name="known-issues",
-        run=_file(known_issues.read_issues),
-        seeds=lambda: [known_issues.TABLE.read_bytes()],
-        change=mutate.in_json,
+        "known-issues",
+        _file(known_issues.read_issues),
+        lambda: [known_issues.TABLE.read_bytes()],
+        mutate.in_json,
     ),
     Target(
-        name="sidecar",
-        run=lambda data, _: sidecar.from_json(data.decode("utf-8", "replace"), where="x"),
-        seeds=_sidecars,
-        change=mutate.in_sealed,
+        "sidecar",
+        lambda data, _: sidecar.from_json(data.decode("utf-8", "replace"), where="x"),
+        _sidecars,
+        mutate.in_sealed,
     ),
     Target(
-        name="train-config",
-        run=_file(file_arguments, "c.json"),
-        seeds=_lines('{"model": "mlp", "epochs": 3, "lr": 0.1}'),
-        change=mutate.in_json,
+        "train-config",
+        _file(file_arguments, "c.json"),
+        _lines('{"model": "mlp", "epochs": 3, "lr": 0.1}'),
+        mutate.in_json,
         also=(ValueError,),
     ),
     Target(
-        name="checkpoint",
-        run=_checkpoint,
-        seeds=lambda: [
+        "checkpoint",
+        _checkpoint,
+        lambda: [
             json.dumps(
                 json_text.seal(
                     {
@@ -546,205 +540,180 @@ TARGETS = (
                 )
             ).encode()
         ],
-        change=mutate.in_sealed,
+        mutate.in_sealed,
     ),
     Target(
-        name="inside",
-        run=_text(inside.parse_probe),
-        seeds=lambda: [f'x\n{inside._PREFIX}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
-        change=mutate.in_text,
+        "inside",
+        _text(inside.parse_probe),
+        lambda: [f'x\n{inside._PREFIX}{{"pip_conflicts": [], "files": {{}}}}'.encode()],
     ),
     Target(
-        name="python-of-an-image",
-        run=_text(inside.parse_python_probe),
-        seeds=_lines(
+        "python-of-an-image",
+        _text(inside.parse_python_probe),
+        _lines(
             'x\nIMGKIT-PYTHON {"version": "3.11.2", "path": "/p", "machine": "x86_64", "site": "/s", "torch": "2", '
             '"entry_points": "", "built": false}'
         ),
-        change=mutate.in_text,
     ),
-    Target(name="recipe", run=_file(load, "r.yaml"), seeds=_recipes, change=mutate.in_text),
-    Target(name="extended", run=_extended, seeds=_recipes, change=mutate.in_text),
-    Target(name="toml", run=_text(problems.parse_toml), seeds=_tomls, change=mutate.in_text),
+    Target("recipe", _file(load, "r.yaml"), _recipes),
+    Target("extended", _extended, _recipes),
+    Target("toml", _text(problems.parse_toml), _tomls),
     Target(
-        name="lock-apt",
-        run=lambda data, _: answers.read_debs(data.decode(errors="replace")),
-        seeds=lambda: [(ROOT / "tests/contract/lock/apt_answer.txt").read_bytes()],
-        change=mutate.in_text,
+        "lock-apt",
+        lambda data, _: answers.read_debs(data.decode(errors="replace")),
+        lambda: [(ROOT / "tests/contract/lock/apt_answer.txt").read_bytes()],
         also=(answers.Unresolved, ValueError),
     ),
     Target(
-        name="lock-pip",
-        run=lambda data, _: answers.read_wheels(data, 0, {"a-1-py3-none-any.whl": "0" * 64}),
-        seeds=_lines(
+        "lock-pip",
+        lambda data, _: answers.read_wheels(data, 0, {"a-1-py3-none-any.whl": "0" * 64}),
+        _lines(
             '[{"name": "a", "version": "1", "url": "https://u:p@x/a-1-py3-none-any.whl#y", "sha256": "'
             + "0" * 64
             + '", "direct": true}, {"name": "a", "version": "1", "url": "file:/a", "sha256": "", "direct": false}]'
         ),
-        change=mutate.in_json,
+        mutate.in_json,
         also=(answers.Unresolved, ValueError),
     ),
     Target(
-        name="lock-failure",
-        run=_failure,
-        seeds=_lines(
+        "lock-failure",
+        _failure,
+        _lines(
             "0\nCollecting a\nERROR: No matching distribution found for a",
             "apt\nE: Unable to locate package x",
         ),
-        change=mutate.in_text,
         also=(ValueError,),
     ),
     Target(
-        name="lock",
-        run=_file(lock_file.read_lock, "r.lock"),
-        seeds=lambda: [(ROOT / "tests/golden/recipes/locked.lock").read_bytes()],
-        change=mutate.in_text,
+        "lock",
+        _file(lock_file.read_lock, "r.lock"),
+        lambda: [(ROOT / "tests/golden/recipes/locked.lock").read_bytes()],
     ),
     Target(
-        name="hub-lock",
-        run=_file(hub.read_lock, "hf.lock"),
-        seeds=lambda: [
-            f"# Made by imgkit run.\nhf://a/b@main {'0f' * 20}\nhf://datasets/c {'1e' * 20}\n".encode()
-        ],
-        change=mutate.in_text,
+        "hub-lock",
+        _file(hub.read_lock, "hf.lock"),
+        lambda: [f"# Made by imgkit run.\nhf://a/b@main {'0f' * 20}\nhf://datasets/c {'1e' * 20}\n".encode()],
     ),
     Target(
-        name="metrics",
-        run=lambda data, folder: measured.last_numbers(_put(folder, data, measured.METRICS).parent),
-        seeds=_lines('{"step": 1, "loss": 2.5, "time": "x"}\n{"step": 2, "loss": 1e-3, "epoch": 0.5}\n'),
-        change=mutate.in_text,
+        "metrics",
+        lambda data, folder: measured.last_numbers(_put(folder, data, measured.METRICS).parent),
+        _lines('{"step": 1, "loss": 2.5, "time": "x"}\n{"step": 2, "loss": 1e-3, "epoch": 0.5}\n'),
     ),
     Target(
-        name="bench-file",
-        run=lambda data, folder: measured.read_bandwidths(_put(folder, data, measured.BENCH).parent),
-        seeds=_lines(
+        "bench-file",
+        lambda data, folder: measured.read_bandwidths(_put(folder, data, measured.BENCH).parent),
+        _lines(
             '{"verdict": {"busbw": [{"collective": "gather", "size_bytes": 8, "busbw_GBps": 0.5, "algbw_GBps": 1.0}]}}\n'
         ),
-        change=mutate.in_text,
     ),
     Target(
-        name="imgkit-toml",
-        run=_file(toml_file.read_file, "imgkit.toml"),
-        seeds=lambda: [
+        "imgkit-toml",
+        _file(toml_file.read_file, "imgkit.toml"),
+        lambda: [
             b'recipe = "mn5"\nnodes = 2\nbinds = [\n  "/a:/b",\n]\nenv = ["A=1", "B"]\ncommand = ["x"]\n'
         ],
-        change=mutate.in_text,
     ),
     Target(
-        name="image-reference",
-        run=_text(rules.parse_reference),
+        "image-reference",
+        _text(rules.parse_reference),
+        _lines("nvcr.io/nvidia/pytorch:24.03-py3", "a.b:5/c@sha256:" + "0" * 64),
         also=(Unfit,),
-        seeds=_lines("nvcr.io/nvidia/pytorch:24.03-py3", "a.b:5/c@sha256:" + "0" * 64),
-        change=mutate.in_text,
     ),
     Target(
-        name="project",
-        run=lambda data, folder: requirements.read_dependencies(
-            (_put(folder, data, "pyproject.toml")).parent
-        ),
-        seeds=_lines('[project]\ndependencies = ["a>1", "b"]\n'),
-        change=mutate.in_text,
+        "project",
+        lambda data, folder: requirements.read_dependencies((_put(folder, data, "pyproject.toml")).parent),
+        _lines('[project]\ndependencies = ["a>1", "b"]\n'),
         also=(ValueError,),
     ),
     Target(
-        name="ignore",
-        run=_ignored,
-        seeds=_lines("*.tmp\n!a\ndata/\n**/x[a-c]?\n", "# x\n/a\\ b\n"),
-        change=mutate.in_text,
+        "ignore",
+        _ignored,
+        _lines("*.tmp\n!a\ndata/\n**/x[a-c]?\n", "# x\n/a\\ b\n"),
     ),
     Target(
-        name="node-list",
-        run=_text(hostlist.expand_nodelist),
-        seeds=_lines("a[1-3,5],b[08-11]c[1-2],d", "n[1-500]"),
-        change=mutate.in_text,
+        "node-list",
+        _text(hostlist.expand_nodelist),
+        _lines("a[1-3,5],b[08-11]c[1-2],d", "n[1-500]"),
+    ),
+    Target("counts", _text(hostlist.expand_counts), _lines("4(x2),3", "1"), mutate.in_text),
+    Target(
+        "host-file",
+        _file(lambda path: ssh_hosts.parse_hosts(str(path))),
+        _lines("a slots=2\nu@b # x\nfe80::1\n"),
     ),
     Target(
-        name="counts", run=_text(hostlist.expand_counts), seeds=_lines("4(x2),3", "1"), change=mutate.in_text
+        "placement",
+        _placement,
+        lambda: [json.dumps(dict(re.findall(r"(\w+)=([^;]*)", env))).encode() for env in ENVIRONMENTS],
+        mutate.in_json,
     ),
     Target(
-        name="host-file",
-        run=_file(_ssh_hosts),
-        seeds=_lines("a slots=2\nu@b # x\nfe80::1\n"),
-        change=mutate.in_text,
+        "result",
+        _text(stop_protocol.parse_result_code),
+        _lines("4711.0 85"),
     ),
     Target(
-        name="placement",
-        run=_placement,
-        seeds=lambda: [json.dumps(env).encode() for env in ENVIRONMENTS],
-        change=mutate.in_json,
-    ),
-    Target(
-        name="result",
-        run=_text(stop_protocol.parse_result_code),
-        seeds=_lines("4711.0 85"),
-        change=mutate.in_text,
-    ),
-    Target(
-        name="nccl-ras",
-        run=_ras_report,
-        seeds=_lines(
+        "nccl-ras",
+        _ras_report,
+        _lines(
             "\nErrors\n======\n\n#0-0 (27a079b828ff1a75) INCOMPLETE\n  The missing rank: 21\n\nWarnings\n========\n\n"
             "#0-0 (27a079b828ff1a75) MISMATCH\n  2 ranks have launched up to operation 6649\n"
             "  Rank 0 -- GPU 0 managed by process 4831 on node 10.0.0.1\n"
             "  Rank 2 -- GPU 2 (NVML 6) managed by process 4833 on node 10.0.0.1\n"
         ),
-        change=mutate.in_text,
         also=(ValueError,),
     ),
     Target(
-        name="remote-store",
-        run=lambda data, _: store.parse_store(data, FAR),
-        seeds=_store_answers,
-        change=mutate.in_bytes,
+        "remote-store",
+        lambda data, _: store.parse_store(data, FAR),
+        _store_answers,
+        mutate.in_bytes,
     ),
     Target(
-        name="remote-files",
-        run=lambda data, _: gc.parse_listing(data, "far"),
-        seeds=_lines(
+        "remote-files",
+        lambda data, _: gc.parse_listing(data, "far"),
+        _lines(
             "clock 1700000000\nfile 17.5 200 images/a.sif\nrun 5.1 mn5-7\njob 5.1 7\nnote jobs/7:slurm;two\n"
             "note jobs/7:mn5\nnote jobs/7:images/a.sif\nend\n"
         ),
-        change=mutate.in_text,
     ),
     Target(
-        name="remote-check",
-        run=_far_check,
-        seeds=_lines(
+        "remote-check",
+        _far_check,
+        _lines(
             "clock 1700000000\nlogin me on far, x86_64\nsbatch slurm 23.02\nhome /x\ndisk /dev/a 100 40 60 40% /\n"
             "quota /x 120G 400G 500G -\nruntime singularity 3.11\nmodules a b\npython 1 3.11 /usr/bin/python3\n"
             "pymodule python/3.12\nmksquashfs 4.5\ninternet no\nend\n",
             "owner somebody\nclosed no\nlacks tar\nbroken x\npython 0 3.6 /x\nend\n",
         ),
-        change=mutate.in_text,
     ),
     Target(
-        name="scheduler",
-        run=_scheduler,
-        seeds=_lines(
+        "scheduler",
+        _scheduler,
+        _lines(
             "notice\n4711;two\n",
             "15422[].redoak\n    Exit_status = 271\n",
             "pytorchjob.kubeflow.org/x created\n",
             "JobId=7 JobState=COMPLETED",
         ),
-        change=mutate.in_text,
     ),
     Target(
-        name="job-record",
-        run=_file(records._read_record, "7.json"),
-        seeds=_lines(
+        "job-record",
+        _file(records._read_record, "7.json"),
+        _lines(
             '{"schema": 1, "id": "7", "system": "slurm", "name": "mn5", "recipe": "mn5", "directory": "/w", "cluster": "two",'
             ' "remote": "far", "answer": null, "command": ["x"], "code": {"sha256": "a", "git": "", "uncommitted": true,'
             ' "replace": false}, "queue": "", "submitted": "", "image_id": "", "state": "", "fetched": ""}'
         ),
-        change=mutate.in_json,
+        mutate.in_json,
         also=records._READ_ERRORS,
     ),
-    Target(name="shared-object", run=_file(elf.read), seeds=_libraries, also=(elf.NotShared,)),
+    Target("shared-object", _file(elf.read), _libraries, mutate.in_bytes, also=(elf.NotShared,)),
     Target(
-        name="machine",
-        run=_tree,
-        seeds=_lines(json.dumps(TREE), json.dumps(TREE | CXI)),
-        change=mutate.in_json,
+        "machine",
+        _tree,
+        _lines(json.dumps(TREE), json.dumps(TREE | CXI)),
+        mutate.in_json,
     ),
 )
 
@@ -760,9 +729,9 @@ def _circle(_: bytes, __: Path) -> None:
 
 
 WRONG = (
-    Target(name="wrong-fault", run=lambda data, _: 1 // (len(data) - 1), seeds=list),
-    Target(name="wrong-memory", run=lambda _, __: bytes(128 << 20), seeds=list),
-    Target(name="wrong-circle", run=_circle, seeds=list),
+    Target("wrong-fault", lambda data, _: 1 // (len(data) - 1), list, mutate.in_bytes),
+    Target("wrong-memory", lambda _, __: bytes(128 << 20), list, mutate.in_bytes),
+    Target("wrong-circle", _circle, list, mutate.in_bytes),
 )
 """Readers by which a test sees that faults are noticed."""
 
@@ -772,10 +741,9 @@ def by_name(name: str) -> Target:
     return next(target for target in (*TARGETS, *WRONG) if target.name == name)
 
 
-@contextlib.contextmanager
-def own_folder(above: Path) -> Iterator[Path]:
-    """An empty folder for one input."""
+def empty_folder(above: Path) -> Path:
+    """Return an empty folder for one input, which the next call empties again."""
     folder = above / "one"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    yield folder
+    return folder

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import hypothesis
@@ -29,7 +29,7 @@ EXAMPLES = 60
 
 
 @pytest.fixture(scope="session")
-def house() -> Iterator[House]:
+def house():
     house = House()
     yield house
     house.close()
@@ -65,7 +65,7 @@ def test_changed_inputs_are_taken_or_refused(house, name):
         suppress_health_check=list(hypothesis.HealthCheck),
     )  # fmt: skip
     @hypothesis.given(strategies.sampled_from(seeds), strategies.lists(random_change, min_size=1, max_size=4))
-    def check(seed: bytes, changes: list[mutate.Change]) -> None:
+    def check(seed, changes):
         assert not house.fault(name, hunt.applied(target, seed, changes))
 
     check()
@@ -81,7 +81,7 @@ SPECIAL: dict[str, Callable[[Path], None]] = {
 def test_pipe_or_device_is_refused_at_once(kind, tmp_path, monkeypatch):
     """The files that the readers of the table are given become pipes and devices."""
 
-    def late(*_: object) -> None:
+    def late(*_):
         raise AssertionError(f"{target.name} waits for a {kind}, or reads all of it")
 
     written: list[Path] = []

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from imgkit_builder.jobs import records
+from imgkit_builder.jobs.request import CodeRecord
 from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 
 _OF_THE_QUEUE = {field.name for field in dataclasses.fields(QueuedJob)}
@@ -21,6 +22,28 @@ def submitted_job(**fields: Any) -> SubmittedJob:
     """Return the record of `queued_job`; each of `fields` goes where it belongs."""
     of_the_queue = {name: fields.pop(name) for name in _OF_THE_QUEUE & fields.keys()}
     return SubmittedJob(**{"job": queued_job(**of_the_queue), "recipe": "mn5", **fields})
+
+
+def full_record() -> SubmittedJob:
+    """Return a record with every field, as tests/written/make.py stores it."""
+    return SubmittedJob(
+        job=QueuedJob(
+            id="4711",
+            system="slurm",
+            name="mine",
+            directory=Path("/home/me/work"),
+            queue="acc",
+            cluster="mn5",
+            remote="far",
+        ),
+        recipe="mn5",
+        code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True),
+        submitted="2026-01-01T00:00:00+00:00",
+        command=("dist-run", "train.py", "--lr", "0.1"),
+        image_id="sha256:" + "a" * 64,
+        state="succeeded",
+        fetched="/home/me/runs/mine-4711",
+    )
 
 
 def keep_job(number: int = 1, **fields: Any) -> SubmittedJob:

@@ -6,8 +6,6 @@ import contextlib
 import fcntl
 import os
 import pwd
-from collections.abc import Callable, Generator, Iterator
-from pathlib import Path
 
 import pytest
 from labkit import (
@@ -44,8 +42,8 @@ LONGEST_FIRST = (
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def turn(item: pytest.Item) -> tuple[bool, bool, int]:
+def pytest_collection_modifyitems(items):
+    def turn(item):
         positions = [number for number, part in enumerate(LONGEST_FIRST) if part in item.nodeid]
         # The images for arm64 are ready last, and a quiet test waits until no other test runs.
         last = (item.get_closest_marker(name) is not None for name in ("quiet", "qemu"))
@@ -58,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+def pytest_runtest_protocol(item):
     """Let a test marked quiet run when no other worker runs a test."""
     with (shared_folder() / "quiet.lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX if item.get_closest_marker("quiet") else fcntl.LOCK_SH)
@@ -66,13 +64,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared() -> None:
+def _shared():
     """The folder is there, so that the end of the run cleans up."""
     shared_folder()
 
 
 @pytest.fixture(scope="session")
-def public_imgkit() -> Path:
+def public_imgkit():
     """The program imgkit in an environment of the machine's Python, which every user can enter; made once."""
     folder = shared_folder() / "venv"
     with locked("venv"):
@@ -85,7 +83,7 @@ def public_imgkit() -> Path:
 
 
 @pytest.fixture(scope="session")
-def mn5_image(standin: str) -> str:
+def mn5_image(standin):
     """Name of the shipped recipe mn5's image on the stand-in; the first worker that needs it builds it."""
     tags = shared_folder() / "tags"
     tag = f"imgkit-test-mn5-{shared_folder().name}:latest"
@@ -97,7 +95,7 @@ def mn5_image(standin: str) -> str:
 
 
 @pytest.fixture(scope="session")
-def mn5_sif(mn5_image: str) -> Path:
+def mn5_sif(mn5_image):
     """The image as a .sif, squashed straight from the engine, which is the fast way."""
     sif = shared_folder() / "mn5.sif"
     with locked("mn5"):
@@ -107,14 +105,14 @@ def mn5_sif(mn5_image: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def started() -> Iterator[Callable[[str], PrivateEngine]]:
+def started():
     """Gives an engine of `labkit.PRIVATE_ENGINES`; a worker starts each once, so its tests are one group."""
     if os.geteuid() != 0:
         pytest.skip("starting an engine needs root")
     engines: dict[str, PrivateEngine] = {}
     with contextlib.ExitStack() as stack:
 
-        def get(kind: str) -> PrivateEngine:
+        def get(kind):
             if kind not in engines:
                 engines[kind] = stack.enter_context(private_engine(kind))
             return engines[kind]
@@ -123,15 +121,13 @@ def started() -> Iterator[Callable[[str], PrivateEngine]]:
 
 
 @pytest.fixture(scope="session", params=["sid", pytest.param("trixie", marks=pytest.mark.soak)])
-def containerd_engine(
-    request: pytest.FixtureRequest, started: Callable[[str], PrivateEngine]
-) -> PrivateEngine:
+def containerd_engine(request, started):
     """Debian's newest engine with containerd's store; tests that use it are in the group "containerd"."""
     return started(request.param)
 
 
 @pytest.fixture(scope="session")
-def user() -> Iterator[str]:
+def user():
     """An ordinary user of this machine: a new one where root runs the tests, else the user who does."""
     if os.geteuid() != 0:
         yield pwd.getpwuid(os.geteuid()).pw_name

@@ -46,7 +46,14 @@ PYXIS = os.environ.get("IMGKIT_PYXIS", "")
 
 cluster_marks = [pytest.mark.cluster, pytest.mark.docker, pytest.mark.singularity]
 slurm_marks = [*cluster_marks, pytest.mark.slurm]
-SLURMS = ["trixie", *(pytest.param(release, marks=pytest.mark.soak) for release in ("own", "sid"))]
+
+
+def soak(*values: object) -> list[Any]:
+    """Return values of a parameter that only the soak tries."""
+    return [pytest.param(value, marks=pytest.mark.soak) for value in values]
+
+
+SLURMS = ["trixie", *soak("own", "sid")]
 """Releases of Debian whose Slurm the nodes have; "own" is what this machine has installed."""
 
 
@@ -76,22 +83,37 @@ def expect_success(result: Done) -> Done:
     return result
 
 
+def expect_failure(result: Done, code: int, *messages: str) -> Done:
+    """Return the result of a command, which must fail with `code` and print `messages` as errors."""
+    assert result.returncode == code, result.stderr[-4000:] + result.stdout[-4000:]
+    for message in messages:
+        assert message in result.stderr, result.stderr
+    return result
+
+
 def output(*args: object, **options: Any) -> str:
     """Run a command that must succeed, and return its output."""
     return expect_success(run(*args, **options)).stdout
 
 
+def split_line(line: object, *args: object) -> tuple[object, ...]:
+    """Return an argv from its first words on one line and the rest, which may have blanks, one by one."""
+    words = line.split() if isinstance(line, str) else [line]
+    return (*words, *args)
+
+
 def imgkit(*args: object, **options: Any) -> Done:
-    return run(*IMGKIT, *args, **options)
+    """Run imgkit; the first of `args` may be several words."""
+    return run(*IMGKIT, *split_line(*args), **options)
 
 
 def imgkit_json(*args: object, **options: Any) -> dict[str, Any]:
     """Run a verb that must succeed with ``--json``, and return its document."""
-    return json.loads(output(*IMGKIT, *args, "--json", **options))
+    return json.loads(expect_success(imgkit(*args, "--json", **options)).stdout)
 
 
 def docker(*args: object, **options: Any) -> str:
-    return output("docker", *args, **options).strip()
+    return output("docker", *split_line(*args), **options).strip()
 
 
 def inspect_image(name: str) -> dict[str, Any]:
@@ -308,7 +330,8 @@ class Cluster:
     state: Path
 
     def argv(self, *args: object) -> list[str]:
-        return list(map(str, (sys.executable, "-S", LAB / "cluster", "--state", self.state, *args)))
+        command = (sys.executable, "-S", LAB / "cluster", "--state", self.state)
+        return list(map(str, (*command, *split_line(*args))))
 
     def __call__(self, *args: object, timeout_s: float = 240, **options: Any) -> Done:
         return run(*self.argv(*args), timeout_s=timeout_s, **options)
@@ -344,6 +367,18 @@ class Cluster:
         return [line for text in texts for line in text.splitlines()]
 
 
+@contextlib.contextmanager
+def pbs_standin(cluster: Cluster) -> Iterator[None]:
+    """Serve the stand-in for PBS on a cluster without Slurm."""
+    argv = [sys.executable, LAB / "pbs-standin", cluster.state]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as serving:
+        try:
+            assert serving.stdout.readline() == "serving\n"
+            yield
+        finally:
+            serving.terminate()
+
+
 @dataclass(frozen=True, kw_only=True)
 class SlurmSite(Cluster):
     """A cluster with Slurm, and the folder in which its jobs run and leave their output."""
@@ -361,6 +396,10 @@ class SlurmSite(Cluster):
     def until(self, condition: Callable[[], bool], job: str) -> None:
         """Wait until `condition` holds; a failure shows what the job has printed."""
         until(condition, describe=lambda: self.output_of(job))
+
+    def wait_for_text(self, job: str, text: str, count: int = 1) -> None:
+        """Wait until a job has printed `text` so often."""
+        self.until(lambda: self.output_of(job).count(text) >= count, job)
 
     def wait_for_end(self, job: str) -> str:
         """Return all that a job prints."""

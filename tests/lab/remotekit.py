@@ -11,13 +11,16 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labkit import IMGKIT, Cluster, Done, output, run, until
+import pytest
+from labkit import IMGKIT, Cluster, Done, expect_success, output, run, split_line, until
 
+far_marks = [pytest.mark.sshd, pytest.mark.programs("rsync")]
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") or "sshd"
 
 
@@ -40,7 +43,13 @@ class FarHost:
 
     def imgkit(self, *args: object, **options: Any) -> Done:
         """Run imgkit without a terminal, so that ssh cannot ask this test's person."""
-        return run("setsid", "--wait", *IMGKIT, *args, env={**self.env, **options.pop("env", {})}, **options)
+        env = {**self.env, **options.pop("env", {})}
+        return run("setsid", "--wait", *IMGKIT, *split_line(*args), env=env, **options)
+
+    def enter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let this process reach ``far``, too."""
+        for name, value in self.env.items():
+            monkeypatch.setenv(name, value)
 
     def calls(self) -> list[str]:
         """The words of each call of ssh so far, without those that only look at the shared connection."""
@@ -111,6 +120,13 @@ class FarSite:
 
     def imgkit(self, *args: object, **env: str) -> Done:
         return self.far.imgkit(*args, folder=self.folder, env=env)
+
+    def add_remote(self, recipe: str, name: str = "site", user: str = "root") -> None:
+        """Write the recipe here, and make the login node its remote ``far``."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        (self.folder / f"{name}.yaml").write_text(recipe)
+        login_node(self.far, self.cluster, user)
+        expect_success(self.imgkit("remote add far", f"far:{self.store}", "--recipe", f"./{name}.yaml"))
 
 
 def login_node(
@@ -210,6 +226,15 @@ def sshd(host: FarHost, *options: str, forced: Sequence[str] = (), pam: str = ""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(server.pid, signal.SIGTERM)
         server.wait()
+
+
+def run_at_once(function: Callable[[], object]) -> None:
+    """Call a function in three threads, and wait for them."""
+    threads = [threading.Thread(target=function) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 def _listens(port: int) -> bool:

@@ -27,8 +27,6 @@ def run_script(image: str, folder: Path, module: str, script: str, *, timeout_s:
         # All temporary folders of this process lie beside each other.
         _servers[image] = _start_server(image, folder.parent)
     server = _servers[image]
-    assert server.stdin is not None
-    assert server.stdout is not None
     files = {name: folder.parent / f"torch-{name}" for name in ("script", "stdout", "stderr")}
     for name, file in files.items():
         file.write_text(script if name == "script" else "")

@@ -1,4 +1,4 @@
-"""Documents agree with the code: messages, variables, exit codes, links, JSON examples, generated tables."""
+"""Documents agree with the code: messages, variables, exit codes, links, JSON, tables, guarantees."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
@@ -32,22 +30,20 @@ JSON_EXAMPLES = json.loads((DOCS / "_ext/json_examples.json").read_text(encoding
 SOURCES = [path for folder in ("builder", "entrypoints") for path in (ROOT / folder).rglob("*.py")]
 
 
-def run(*argv: str) -> subprocess.CompletedProcess[str]:
+def run(*argv):
     return subprocess.run([sys.executable, "-m", *argv], capture_output=True, text=True, timeout=60)
 
 
 @functools.cache
-def site_tool(name: str) -> ModuleType:
+def site_tool(name):
     """Load one of the site's own tools, which are no package."""
     spec = importlib.util.spec_from_file_location(name, DOCS / "_ext" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def messages_in(code: str) -> Iterator[str]:
+def messages_in(code):
     """Yield each string of a program on one line; an f-string has … for its values."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -72,7 +68,7 @@ def test_values_of_a_message_are_placeholders():
     assert {"a: … of …, b", "no file …"} <= set(messages_in(code))
 
 
-def shape(value: object) -> object:
+def shape(value):
     """Return the keys of a JSON object, without the keys of mappings whose keys are data."""
     if isinstance(value, dict):
         return {key: shape(item) for key, item in value.items() if key not in ("env", "limits", "partitions")}
@@ -113,7 +109,7 @@ def test_every_variable_of_the_code_is_in_the_table():
     assert table == variables | for_developers
 
 
-def options_on(page: Path) -> Iterator[tuple[str, str]]:
+def options_on(page):
     """Yield each command that a page shows, with each long option behind it; `--` begins the next command."""
     text = page.read_text(encoding="utf-8")
     lines = [*re.findall(r"^    (\S.*)$", text, re.MULTILINE), *re.findall(r"`([^`\n]+)`", text)]
@@ -152,7 +148,7 @@ def test_table_of_exit_codes_is_that_of_the_code():
     assert {int(row) for row in rows} == {0, INTERRUPTED} | codes
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return the anchors of a page's headings, as the repository's pages and the site make them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
@@ -223,7 +219,7 @@ def test_hooks_run_tools_that_ci_runs():
     assert programs == {".venv/bin/ruff", ".venv/bin/mypy", ".venv/bin/shellcheck", "ci/check"}
 
 
-def merge_markers(folder: Path) -> list[str]:
+def merge_markers(folder):
     """Return the lines that git leaves in a file where two changes meet. Ignored files do not count."""
     argv = ["git", "grep", "--untracked", "-InE", r"^([<>|]{7}( |$)|={7}$)"]
     return subprocess.run(argv, cwd=folder, stdout=subprocess.PIPE, text=True).stdout.splitlines()
@@ -235,3 +231,20 @@ def test_no_file_has_markers_of_a_merge(tmp_path):
     lines = ("<" * 7 + " HEAD", "one", "=" * 7, "other", ">" * 7 + " 31eeac2 (a change)", "=" * 9)
     (tmp_path / "page.md").write_text("\n".join(lines))
     assert [line.split(":")[1] for line in merge_markers(tmp_path)] == ["1", "3", "5"]
+
+
+def test_every_guarantee_names_tests_that_exist():
+    text = (ROOT / "tests/guarantees.md").read_text(encoding="utf-8")
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py"))
+    tests = set(re.findall(r"^def (test_\w+)\(", code, re.MULTILINE))
+    named = set(re.findall(r"`(test_\w+)`", text))
+    assert len(named) > 20
+    assert named - tests == set()
+    subjects = {path.name for path in (ROOT / "tests").rglob("refusals/*.yaml")}
+    assert set(re.findall(r"`refusals/(\w+\.yaml)`", text)) <= subjects
+    rows = [
+        row
+        for row in re.findall(r"^\| (.+) \|$", text, re.MULTILINE)
+        if not row.startswith(("guarantee", "---"))
+    ]
+    assert [row for row in rows if not re.search(r"`test_\w+`$", row)] == []

@@ -26,14 +26,14 @@ CONFTESTS = ("tests/conftest.py", "tests/unit/entrypoints/conftest.py")
 RECIPE = "image:\n  base: example.org/torch:1\n  timezone: Europe/Madrid\nsystem: fakecluster\n"
 
 
-def blocks(heading: str, language: str) -> list[str]:
+def blocks(heading, language):
     """Return the blocks in that language below a heading of the page."""
     section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     return re.findall(rf"^```{language}\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def code(tmp_path_factory):
     """Return a copy of the packages and of some tests, with every example of the page applied to it."""
     copy = tmp_path_factory.mktemp("code")
     for name in (*CODE, RECIPE_TESTS, ISSUE_TESTS, "tests/golden", "tests/kit"):
@@ -53,14 +53,14 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def work(tmp_path: Path) -> Path:
+def work(tmp_path):
     """Return a folder with a recipe that uses the new key and the new system."""
     (tmp_path / "mine.yaml").write_text(RECIPE)
     (tmp_path / "mine.sif").mkdir()  # a sandbox: imgkit does not look inside
     return tmp_path
 
 
-def run(code: Path, work: Path, *argv: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+def run(code, work, *argv, **env):
     path = os.pathsep.join(str(code / name) for name in CODE)
     env = {"PATH": os.environ["PATH"], "HOME": str(work), "PYTHONPATH": path, **env}
     return subprocess.run(
@@ -68,15 +68,15 @@ def run(code: Path, work: Path, *argv: str | Path, **env: str) -> subprocess.Com
     )
 
 
-def imgkit(code: Path, work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def imgkit(code, work, *arguments):
     return run(code, work, "-m", "imgkit_builder", *arguments)
 
 
-def dist(code: Path, work: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def dist(code, work, *arguments, **env):
     return run(code, work, "-m", "imgkit_entrypoints", *arguments, **env)
 
 
-def pass_tests(code: Path, tests: Path, *options: str) -> None:
+def pass_tests(code, tests, *options):
     argv = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--rootdir", code, tests, *options)
     result = run(code, code, *argv)
     assert result.returncode == 0, result.stdout[-6000:]

@@ -8,7 +8,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ PACKAGES = ("builder/imgkit_builder", "entrypoints/imgkit_entrypoints", "recipes
 TEMPLATES = ROOT / "recipes/imgkit_recipes/templates/job"
 
 
-def refused_lines(*lines: str) -> list[str]:
+def refused_lines(*lines):
     """Return the lines that ruff refuses in a module of each half."""
     imports = "import json, os, shutil, sys, tarfile, tempfile, traceback, typing, torch, typer\n"
     options = ["--quiet", "--select", "T20,TID251", "--output-format", "json", "--stdin-filename"]
@@ -70,13 +69,13 @@ def test_one_module_prints():
 
 
 @functools.cache
-def product_modules() -> dict[str, str]:
+def product_modules():
     """Return the text of each module by its path."""
     paths = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
     return {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in paths}
 
 
-def calls_in(text: str, names: Collection[str]) -> Iterator[tuple[ast.Call, str, str]]:
+def calls_in(text, names):
     """Yield each call of a function or method of these names, with its object and its name."""
     if not any(f"{name}(" in text for name in names):
         return  # parsing is slow
@@ -92,7 +91,7 @@ def calls_in(text: str, names: Collection[str]) -> Iterator[tuple[ast.Call, str,
 FOREIGN_TEXT = re.compile(r"f['\"]|str\(|repr\(")
 
 
-def exits_with_foreign_text(text: str) -> list[int]:
+def exits_with_foreign_text(text):
     """Return the lines on which a program ends with a text that Python prints as it is."""
     return [
         call.lineno
@@ -156,7 +155,7 @@ OPTIONS_OF_OPEN = {"mode", "encoding", "errors", "buffering", "closefd", "opener
 
 
 @functools.cache
-def file_access(text: str) -> frozenset[str]:
+def file_access(text):
     """Return "read" if a program opens a file by its path, and "write" if it makes or renames one."""
     access = set()
     for call, owner, name in calls_in(text, (*WRITE, *READ, "replace", "open")):
@@ -171,7 +170,7 @@ def file_access(text: str) -> frozenset[str]:
     return frozenset(access)
 
 
-def open_mode(call: ast.Call, owner: str) -> str:
+def open_mode(call, owner):
     """Return the mode of ``open(path)`` or ``path.open()``, or an empty text for other functions `open`."""
     options = {keyword.arg: keyword.value for keyword in call.keywords}
     arguments = call.args if owner else call.args[1:]
@@ -203,7 +202,7 @@ def test_access_to_a_file_is_noticed(text, access):
     assert file_access(text) == access
 
 
-def modules_with(access: str) -> set[str]:
+def modules_with(access):
     return {path for path, text in product_modules().items() if access in file_access(text)}
 
 

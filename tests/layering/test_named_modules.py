@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +19,7 @@ SKIPPED = ("CHANGELOG.md", "tests/layering/test_named_modules.py")
 SUFFIXES = (".py", ".md", ".sh", ".j2", ".yaml", ".yml", ".toml", "")
 
 
-def exists(name: str) -> bool:
+def exists(name):
     """Return whether `name` is a file or a module, or occurs in the text of the module before it."""
     if "/" in name:
         return (ROOT / name).is_file()
@@ -35,7 +34,7 @@ def exists(name: str) -> bool:
     return not parts or re.search(rf"\b{parts[0]}\b", path.read_text(encoding="utf-8")) is not None
 
 
-def names_in(text: str) -> Iterator[str]:
+def names_in(text):
     yield from DOTTED_NAME.findall(text)
     yield from FILE.findall(text)
     for module, in_parentheses, on_line in IMPORT.findall(text):

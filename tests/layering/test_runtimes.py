@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 from typing import get_args
 
@@ -22,7 +21,7 @@ EXCEPTIONS = {
 """Files with comparisons that are right, and how many."""
 
 
-def compared_names(text: str) -> Iterator[tuple[str, int]]:
+def compared_names(text):
     """Yield the names of runtimes and schedulers that a program compares with something, with the line."""
     for node in ast.walk(ast.parse(text)):
         operands: list[ast.expr] = []

@@ -23,14 +23,14 @@ BUILD = "import sys, hatchling.build as build; print(getattr(build, sys.argv[1])
 """Program that calls the backend that pyproject.toml names, and prints the name of the file."""
 
 
-def run(*argv: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+def run(*argv, cwd=ROOT):
     env = {
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "SOURCE_DATE"))
     }
     return subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120)
 
 
-def output(*argv: str | Path, cwd: Path = ROOT) -> str:
+def output(*argv, cwd=ROOT):
     """Return what a program prints; it must succeed."""
     result = run(*argv, cwd=cwd)
     assert result.returncode == 0, result.stderr
@@ -38,18 +38,18 @@ def output(*argv: str | Path, cwd: Path = ROOT) -> str:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
     return folder / output(sys.executable, "-c", BUILD, "build_wheel", folder).splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sdist")
     return folder / output(sys.executable, "-c", BUILD, "build_sdist", folder).splitlines()[-1]
 
 
-def install(file: Path, folder: Path, *options: str) -> Path:
+def install(file, folder, *options):
     """Install a wheel or sdist into a new environment in `folder`, and return its ``bin``.
 
     A path file lends it this environment's dependencies, so that nothing is downloaded. Python reads no
@@ -65,7 +65,7 @@ def install(file: Path, folder: Path, *options: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(wheel, tmp_path_factory):
     """Return the ``bin`` of an environment that holds the wheel."""
     return install(wheel, tmp_path_factory.mktemp("venv"))
 
@@ -144,7 +144,7 @@ def test_version_has_a_heading_in_the_changelog():
     assert re.search(rf"^## \[?{version}\]?", changelog, re.MULTILINE)
 
 
-def copy_checkout(folder: Path, time_s: int, umask: int) -> Path:
+def copy_checkout(folder, time_s, umask):
     """Copy the tracked files, as another clone has them: other times, and modes by another umask."""
     for name in output("git", "ls-files", "-z").split("\0"):
         source, target = ROOT / name, folder / name

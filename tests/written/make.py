@@ -17,9 +17,10 @@ import sys
 import tempfile
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "kit"))
+from job_records import full_record
+
 from imgkit_builder.jobs import records
-from imgkit_builder.jobs.request import CodeRecord
-from imgkit_builder.jobs.submitted import QueuedJob, SubmittedJob
 from imgkit_builder.oci import manifest
 from imgkit_builder.oci.manifest import BaseImage, Manifest, Probe
 from imgkit_builder.recipe import load
@@ -96,26 +97,7 @@ def runs(target: Path) -> None:
 def job(target: Path) -> None:
     """The record of a job with every field, as `imgkit run` keeps it."""
     os.environ["XDG_STATE_HOME"] = str(target / "state")
-    records.save_record(
-        SubmittedJob(
-            job=QueuedJob(
-                id="4711",
-                system="slurm",
-                name="mine",
-                directory=Path("/home/me/work"),
-                queue="acc",
-                cluster="mn5",
-                remote="far",
-            ),
-            recipe="mn5",
-            code=CodeRecord(sha256="c" * 64, git="v1", uncommitted=True),
-            submitted="2026-01-01T00:00:00+00:00",
-            command=("dist-run", "train.py", "--lr", "0.1"),
-            image_id="sha256:" + "a" * 64,
-            state="succeeded",
-            fetched="/home/me/runs/mine-4711",
-        )
-    )
+    records.save_record(full_record())
 
 
 if __name__ == "__main__":

@@ -291,7 +291,6 @@ def _cost_of_readings(argv: Sequence[str], seconds: float) -> tuple[int, float]:
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
         time.sleep(seconds)
         process.kill()
-        assert process.stdout is not None
         lines = process.stdout.read().splitlines()
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)

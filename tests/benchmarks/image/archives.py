@@ -25,7 +25,6 @@ def with_packed_layers(plain: Path, packed: Path, *command: str) -> None:
                 continue
             with tempfile.TemporaryFile(dir=packed.parent) as spool:
                 with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=spool) as program:
-                    assert program.stdin is not None
                     shutil.copyfileobj(body, program.stdin, 1 << 20)
                 member.size = spool.seek(0, io.SEEK_END)
                 spool.seek(0)

@@ -3,7 +3,7 @@
     python tests/benchmarks/image/bench.py [--base REF] [--repeat N] [--work DIR] [--json FILE] [PART ...]
 
 Needs an engine, singularity or apptainer, and mksquashfs. The image is built first. Parts: sif archive sqsh
-memory files squash build rebuild save startup. All of them take about 40 minutes with --repeat 3.
+memory files build rebuild save startup. All of them take about 40 minutes with --repeat 3.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from archives import in_parts, many_files, with_packed_layers
 from measure import Side, alternate, ratio, spread
 
-PARTS = ("sif", "archive", "sqsh", "memory", "files", "squash", "build", "rebuild", "save", "startup")
+PARTS = ("sif", "archive", "sqsh", "memory", "files", "build", "rebuild", "save", "startup")
 RECIPE = "mn5"
 TAG = "imgkit-bench:latest"
 IMGKIT = (sys.executable, "-m", "imgkit_builder")
@@ -254,44 +254,6 @@ class Bench:
             sys.exit(f"{' '.join(command)} failed")
         results[name] = {"imgkit_MiB": imgkit_peak, "child_MiB": child, "both_MiB": both}
         print(f"| {name} | {imgkit_peak:.0f} | {child:.0f} | {both:.0f} |", flush=True)
-
-    def squash(self, results: dict[str, Any]) -> None:
-        """The squash step alone: the runtime's default against zstd level 3."""
-        self.clean()
-        root = self.folder / "root"
-        root.mkdir()
-        container = run("docker", "create", TAG, "true").strip()
-        subprocess.run(f"docker export {container} | tar -x -C {root}", shell=True, check=True)  # noqa: S602 - own names
-        run("docker", "rm", container)
-        default, ours = (str(self.folder / name) for name in ("default.sqfs", "zstd.sqfs"))
-
-        def before() -> None:
-            for path in (default, ours):
-                Path(path).unlink(missing_ok=True)
-
-        sizes = {}
-        cpu = {}
-        for name, out, options in (("default (gzip 9)", default, ()), ("zstd level 3", ours, ZSTD3)):
-            runs = alternate(
-                [
-                    Side(
-                        name=name,
-                        commands=(("mksquashfs", str(root), out, "-quiet", *options),),
-                        before=before,
-                    )
-                ],
-                self.repeat,
-                warmup=0,
-            )
-            cpu[name] = [item.cpu_s for item in runs[name]]
-            sizes[name] = Path(out).stat().st_size
-        print("| compressor | CPU s | MB |\n|---|---|---|")
-        for name, seconds in cpu.items():
-            results[name] = {"cpu_s": seconds, "size_bytes": sizes[name]}
-            print(f"| {name} | {spread(seconds)} | {sizes[name] / 1e6:.1f} |")
-        first, second = cpu.values()
-        print(f"\nCPU ratio {statistics.median(first) / statistics.median(second):.1f}", end="")
-        print(f", size ratio {sizes['zstd level 3'] / sizes['default (gzip 9)']:.3f}")
 
     def build(self, results: dict[str, Any]) -> None:
         """An unchanged recipe, whose steps the engine has in its cache, against docker build."""

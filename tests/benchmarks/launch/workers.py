@@ -1,28 +1,22 @@
 """What a start takes beside a DDP script under bare torchrun; tables for docs/benchmarks.md.
 
-    PYTHON tests/benchmarks/launch/workers.py [--repeat N] [--nproc N] [PART ...]
+    PYTHON tests/benchmarks/launch/workers.py [--repeat N] [--nproc N]
 
-PYTHON has torch and imgkit. Parts: one two files. `two` has two launchers on this machine, each with half
-of the workers; `files` counts file calls, and needs strace.
+PYTHON has torch and imgkit.
 """
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
-import os
-import platform
-import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from measure import Run, Side, alternate, once, ratio, spread
+from measure import Run, Side, alternate, command_line, ratio, spread
 
 DDP = """
 import os, sys
@@ -47,80 +41,34 @@ sys.stdout.flush()
 os._exit(0)  # gloo's threads may outlive the interpreter, and end it by SIGABRT: in 3 of 5 runs of torchrun
 """
 STARTS = ("exec", "fork")
-BOTH_NODES = 'name=$1; shift; env "$name=0" "$@" & head=$!; env "$name=1" "$@" && wait $head'
-"""Shell text that runs a command as node 0 and as node 1, whose rank is in the variable `$1`."""
 
 
 def main() -> None:
     """Measure the chosen parts."""
-    parts = {"one": one_node, "two": two_nodes, "files": files}
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeat", type=int, default=20)
-    parser.add_argument("--nproc", type=int, default=4, help="workers on all nodes together")
-    parser.add_argument("parts", nargs="*", metavar="PART", help=" ".join(parts))
+    parser = command_line(__doc__, repeat=20)
+    parser.add_argument("--nproc", type=int, default=4)
     options = parser.parse_args()
-    if unknown := set(options.parts) - set(parts):
-        parser.error(f"unknown part {', '.join(sorted(unknown))}; there are {', '.join(parts)}")
-    cpus = len(os.sched_getaffinity(0))
-    print(f"{cpus} processors, Linux {platform.release()}, Python {platform.python_version()}")
-    for part in options.parts or parts:
-        print(f"\n### {part}, {options.nproc} workers\n", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            parts[part](Path(folder), options)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        report(folder, alternate(sides(folder, options.nproc), options.repeat))
 
 
-def one_node(folder: Path, options: argparse.Namespace) -> None:
-    """Compare whole commands on one node."""
-    report(folder, alternate(sides(folder, options.nproc, 1), options.repeat))
-
-
-def two_nodes(folder: Path, options: argparse.Namespace) -> None:
-    """Compare whole commands on two nodes."""
-    report(folder, alternate(sides(folder, options.nproc // 2, 2), options.repeat))
-
-
-def files(folder: Path, options: argparse.Namespace) -> None:
-    """Count the file calls of each command on one node."""
-    if shutil.which("strace") is None:
-        sys.exit("there is no strace: apt-get install strace")
-    print("| way | file calls | of them stat and open |\n|---|---|---|")
-    counts = folder / "counts"
-    trace = ("strace", "-f", "-qq", "-c", "-e", "trace=%file", "-o", str(counts))
-    for side in sides(folder, options.nproc, 1):
-        once(side)  # Python writes its byte code
-        once(Side(name=side.name, commands=((*trace, *side.commands[0]),), env=side.env, before=side.before))
-        rows = re.findall(r"^ *[\d.]+ +[\d.]+ +\d+ +(\d+) .*?(\w+)$", counts.read_text(), re.MULTILINE)
-        calls = {name: int(count) for count, name in rows if name != "total"}
-        looks = sum(count for name, count in calls.items() if "stat" in name or "open" in name)
-        print(f"| `{side.name}` | {sum(calls.values()):,} | {looks:,} |", flush=True)
-
-
-def sides(folder: Path, nproc: int, nodes: int) -> list[Side]:
+def sides(folder: Path, nproc: int) -> list[Side]:
     """The ways to start workers that take 20 small steps and save their state; the script comes first."""
     (folder / "ddp.py").write_text(DDP)
     program = (f"{folder}/ddp.py", f"{folder}/state.pt")
-    torchrun: tuple[str, ...] = (sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={nproc}")
-    launch: tuple[str, ...] = ("--device", "cpu", "--nproc", f"{nproc}")
-    if nodes == 1:
-        torchrun += ("--standalone", "--local-addr", "127.0.0.1")
-    else:
-        torchrun += ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", "29400")
-        launch += ("--nnodes", "2", "--head", "127.0.0.1", "--port", "29500")
+    options = ("--standalone", "--local-addr", "127.0.0.1", f"--nproc-per-node={nproc}")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *options)
+    launch = ("--device", "cpu", "--nproc", f"{nproc}")
     env = {"OMP_NUM_THREADS": "1"}
-
-    def side(name: str, variable: str, command: Sequence[str], before: Callable[[], None]) -> Side:
-        argv = tuple(command) if nodes == 1 else ("sh", "-c", BOTH_NODES, "sh", variable, *command)
-        return Side(name=name, commands=(argv,), env=env, before=before)
-
-    ways = [side("torchrun ddp.py", "PET_NODE_RANK", (*torchrun, *program), lambda: None)]
+    ways = [Side(name="torchrun ddp.py", commands=((*torchrun, *program),), env=env)]
     for name, how in itertools.product(("dist-run", "dist-train"), STARTS):
         start = (sys.executable, "-I", "-m", "imgkit_entrypoints", name, *launch, "--start", how)
         train = ("--steps", "20", "--run-dir", f"{folder}/{how}")
         args, suffix = (program, " ddp.py") if name == "dist-run" else (train, "")
         new = functools.partial(new_run, folder / how)
-        ways.append(side(f"{name} --start {how}{suffix}", "IMGKIT_NODE_RANK", (*start, *args), new))
+        title = f"{name} --start {how}{suffix}"
+        ways.append(Side(name=title, commands=((*start, *args),), env=env, before=new))
     return ways
 
 

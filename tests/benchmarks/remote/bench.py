@@ -12,9 +12,7 @@ sshd and a real Slurm, the image the stand-in without torch.
 
 from __future__ import annotations
 
-import argparse
 import os
-import platform
 import re
 import shlex
 import subprocess
@@ -27,9 +25,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "lab"))
-from labkit import IMGKIT, Cluster, output, run, until
-from measure import spread
-from remotekit import FarHost, far_host, login_node
+from labkit import IMGKIT, Cluster, output, run, split_line, until
+from measure import command_line, spread
+from remotekit import FarSite, far_host, login_node
 
 ROOT = Path(__file__).parents[3]
 BASE = "imgkit.local/standin:24.03-notorch"
@@ -70,12 +68,9 @@ class Turn:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class Site(FarSite):
     """A person's folder here and a login node."""
 
-    far: FarHost
-    cluster: Cluster
-    folder: Path
     counts: Path
 
     def wire(self, name: str) -> None:
@@ -118,36 +113,26 @@ class Site:
             return self.turn_by_hand(before)
         sifs = (file.name for file in self.folder.glob("*.sif"))
         options = (*sifs, "--code", "code") if part == "code" else ("--base", BASE)
-        argv = (
-            *IMGKIT,
-            "run",
-            *options,
-            "--on",
-            "far",
-            "--time",
-            "5m",
-            *(["--detach"] if part == "same" else []),
-        )
+        detached = ["--detach"] if part == "same" else []
+        argv = (*IMGKIT, *split_line("run --on far --time 5m", *options, *detached))
         start_s = time.monotonic()
         with subprocess.Popen(
             (*argv, "--", "sh", "/workspace/edited.sh"), cwd=self.folder, env={**os.environ, **self.far.env},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         ) as started:  # fmt: skip
-            assert started.stdout is not None
             line = started.stdout.readline()
             wall_s = time.monotonic() - start_s
-            moved = self.moved()
+            carried = self.moved() - before
             _, stderr = started.communicate()
         if started.returncode != 0 or not line:
             sys.exit(f"imgkit run failed:\n{stderr[-2000:]}")
         job_id = re.search(r"(\d+)@far", line + stderr)
         assert job_id
-        carried = moved - before
-        return Turn(
-            wall_s=wall_s,
-            queue_s=self.queued(job_id[1]),
-            moved_kB=carried / 1000 if carried else float("nan"),
-        )
+        return self.measured(job_id[1], wall_s, carried)
+
+    def measured(self, job: str, wall_s: float, moved: float) -> Turn:
+        moved_kB = moved / 1000 if moved else float("nan")
+        return Turn(wall_s=wall_s, queue_s=self.queued(job), moved_kB=moved_kB)
 
     def turn_by_hand(self, before: float) -> Turn:
         """Send the code by rsync, submit, and stop the clock at the first line of output."""
@@ -163,16 +148,10 @@ class Site:
         job_id = output(*ssh, "far", f"cd {home} && sbatch --parsable job.sh").strip()
         tail = f"tail --retry -n +1 -F {home}/slurm-{job_id}.out 2> /dev/null"
         with subprocess.Popen((*ssh, "far", tail), stdout=subprocess.PIPE) as following:
-            assert following.stdout is not None
             following.stdout.readline()
             wall_s = time.monotonic() - start_s
             following.terminate()
-        carried = self.moved() - before
-        return Turn(
-            wall_s=wall_s,
-            queue_s=self.queued(job_id),
-            moved_kB=carried / 1000 if carried else float("nan"),
-        )
+        return self.measured(job_id, wall_s, self.moved() - before)
 
 
 @contextmanager
@@ -181,18 +160,15 @@ def site() -> Iterator[Site]:
     folder, name = Path(f"/tmp/imgkit-wire-{os.getpid()}"), f"wire{os.getpid()}"
     cluster = Cluster(state=folder / "c")
     with far_host(folder) as far:
-        bench_site = Site(far=far, cluster=cluster, folder=folder / "here", counts=folder / "counts")
-        bench_site.folder.mkdir()
-        (bench_site.folder / f"{name}.yaml").write_text(RECIPE)
-        (bench_site.folder / "code").mkdir()
+        here, counts = folder / "here", folder / "counts"
+        bench_site = Site(far=far, cluster=cluster, folder=here, store=folder / "store", counts=counts)
+        (here / "code").mkdir(parents=True)
         bench_site.edit()
         cluster.up(1)
         try:
             with (cluster.state / "etc/sshd_config").open("a") as config:
                 config.write("SetEnv SHLVL=2\n")  # else bash reads this machine's ~/.bashrc in each session
-            login_node(far, cluster)
-            args = ("remote", "add", "far", f"far:{folder}/store", "--recipe", f"./{name}.yaml")
-            output(*IMGKIT, *args, env=far.env, folder=bench_site.folder)
+            bench_site.add_remote(RECIPE, name)
             bench_site.turn("edit")
             yield bench_site
         finally:
@@ -203,16 +179,12 @@ def site() -> Iterator[Site]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeat", type=int, default=5)
+    parser = command_line(__doc__, repeat=5)
     parser.add_argument("--wire", action="append", choices=WIRES, help="(default: all)")
     parser.add_argument("--open", action="store_true", help="measure with an open connection only")
     parts = ["edit", "code", "hand", "same"]
     parser.add_argument("parts", nargs="*", metavar="PART", default=parts, help=", ".join(parts))
     options = parser.parse_args()
-    print(f"Python {platform.python_version()}, {os.cpu_count()} cores, median (range)")
     print("| part | wire | connection | s | of it in the queue | kB moved |\n|---|---|---|---|---|---|")
     with site() as bench_site:
         turns: dict[tuple[str, str, str], list[Turn]] = {}

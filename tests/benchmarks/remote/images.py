@@ -10,7 +10,6 @@ with an older image there and, for comparison, without one.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -26,7 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2] / "lab"))
 from labkit import Cluster, run
-from measure import spread
+from measure import command_line, spread
 from remotekit import FarHost, far_host, login_node
 
 ROOT = Path(__file__).parents[3]
@@ -68,9 +67,8 @@ class Project:
         start_s = time.perf_counter()
         self.imgkit("sif", self.recipe, "--no-test")
         converted_s = time.perf_counter()
-        text = self.imgkit(
-            "run", self.recipe, "--base", BASE, "--on", "far", "--time", "5m", "--detach", "--", "true"
-        )
+        job = "run --on far --time 5m --detach --base"
+        text = self.imgkit(job, BASE, self.recipe, "--", "true")
         match = re.search(r"imgkit: sent: (.+)", text)
         return converted_s - start_s, time.perf_counter() - converted_s, match[1] if match else text
 
@@ -82,7 +80,6 @@ def site(folder: Path) -> Iterator[FarHost]:
         cluster.up(1)
         try:
             login_node(far, cluster)
-            run("setsid", "true")
             yield far
         finally:
             far.disconnect()
@@ -99,11 +96,7 @@ def new_project(far: FarHost, name: str) -> Project:
 
 def main() -> None:
     """Measure, and print a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeat", type=int, default=3)
-    repeat = parser.parse_args().repeat
+    repeat = command_line(__doc__, repeat=3).parse_args().repeat
     if run("docker", "image", "inspect", BASE).returncode != 0:
         subprocess.run([sys.executable, ROOT / "tests/benchmarks/image/large_image.py", BASE], check=True)
     rows: dict[str, list[tuple[float, float, str]]] = {}

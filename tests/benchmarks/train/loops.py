@@ -13,32 +13,25 @@ from torch.utils.data.distributed import DistributedSampler
 
 from imgkit_entrypoints.apps.train import models
 
-BATCH = {"linear": 32, "resnet18": 8}
-SAMPLES = {"linear": 65536, "resnet18": 2048}
+BATCH, SAMPLES = 32, 65536
 
 Batches = Callable[[int], Iterator[tuple[torch.Tensor, torch.Tensor]]]
 """The samples of one epoch for this rank."""
 
 
-def training(how: str, name: str, count: int) -> Iterator[None]:
+def training(how: str, count: int) -> Iterator[None]:
     """Train `count` steps per turn with the loop ``minimal`` or ``tutorial``."""
     torch.manual_seed(0)
-    model = DistributedDataParallel(models.BUILT_IN[name](models.CLASSES))
+    model = DistributedDataParallel(models.BUILT_IN["linear"](models.CLASSES))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    if name == "linear":
-        inputs = torch.randn(SAMPLES[name], models.FEATURES)
-        targets = inputs.sum(1, keepdim=True)
-        loss_of = torch.nn.functional.mse_loss
-    else:
-        inputs = torch.randn(SAMPLES[name], 3, 32, 32)
-        targets = torch.randint(models.CLASSES, (SAMPLES[name],))
-        loss_of = torch.nn.functional.cross_entropy
-    batches = {"minimal": sliced, "tutorial": one_by_one}[how](inputs, targets, BATCH[name])
+    inputs = torch.randn(SAMPLES, models.FEATURES)
+    targets = inputs.sum(1, keepdim=True)
+    batches = {"minimal": sliced, "tutorial": one_by_one}[how](inputs, targets, BATCH)
     step = 0
     for epoch in itertools.count():
         for batch, labels in batches(epoch):
             optimizer.zero_grad()
-            loss = loss_of(model(batch), labels)
+            loss = torch.nn.functional.mse_loss(model(batch), labels)
             loss.backward()
             optimizer.step()
             step += 1

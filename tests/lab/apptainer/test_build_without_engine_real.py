@@ -10,14 +10,24 @@ import signal
 import subprocess
 import tarfile
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_image
-from labkit import IMGKIT, docker, imgkit, imgkit_json, output, public_folder, run, until
+from labkit import (
+    IMGKIT,
+    docker,
+    expect_failure,
+    expect_success,
+    imgkit,
+    imgkit_json,
+    output,
+    public_folder,
+    run,
+    until,
+)
 from squashed_files import squashed_files
 
 from imgkit_builder.inventory.collector import SPDX_PATH
@@ -71,7 +81,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(standin_notorch: str, user: str, public_imgkit: Path) -> Iterator[Lab]:
+def lab(standin_notorch, user, public_imgkit):
     folder = public_folder("without-engine")
     try:
         output("docker", "save", "-o", folder / "base.tar", standin_notorch)
@@ -95,7 +105,7 @@ def lab(standin_notorch: str, user: str, public_imgkit: Path) -> Iterator[Lab]:
         shutil.rmtree(folder)
 
 
-def shown(path: Path, *, owners: bool = False) -> dict[str, tuple[object, ...]]:
+def shown(path, *, owners=False):
     """What a runtime shows of a .sif, without times and without what runtimes make."""
     return {
         name: (file.mode, file.content, *((file.uid, file.gid) if owners else ()))
@@ -114,7 +124,7 @@ def test_files_are_those_of_a_docker_build(lab, standin_notorch):
         imgkit_json(*words, folder=lab.folder)
         imgkit_json("sif", name, "-o", "docker.sif", "--no-test", folder=lab.folder)
     finally:
-        docker("rmi", "--force", name)
+        docker("rmi --force", name)
     ours, theirs = shown(lab.folder / "mine.sif"), shown(lab.folder / "docker.sif")
     assert sorted(ours.keys() ^ theirs.keys()) == []
     assert {path: (ours[path], theirs[path]) for path in ours if ours[path] != theirs[path]} == {}
@@ -127,7 +137,7 @@ def test_files_are_those_of_a_docker_build(lab, standin_notorch):
 def test_root_keeps_every_owner(lab, standin_notorch):
     words = ("build", "./mine.yaml", "--with", "apptainer", "--base-from", "base.tar", "--no-test")
     imgkit_json(*words, "-o", "root.sif", folder=lab.folder)
-    imgkit_json("sif", "base.tar", "-o", "base.sif", "--no-test", folder=lab.folder)
+    imgkit_json("sif base.tar -o base.sif --no-test", folder=lab.folder)
     before, after = (shown(lab.folder / name, owners=True) for name in ("base.sif", "root.sif"))
     kept = {path: after[path] for path in before if path in after}
     assert {path for path in kept if kept[path][-2:] != before[path][-2:]} == set()
@@ -167,25 +177,24 @@ def test_variables_of_a_sif_base_are_known(lab, standin_notorch):
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(tmp_path):
     """A folder with a base of 2 MB, in which nothing of Python works."""
     tiny_image.write(tmp_path / "tiny.tar", "tiny:1")
     return tmp_path
 
 
-def build(folder: Path, run_step: str, *more: object, base: str = "tiny.tar") -> Any:
+def build(folder, run_step, *more, base="tiny.tar"):
     (folder / "small.yaml").write_text(TINY.format(run=json.dumps(run_step)))
     words = ("build", "./small.yaml", "--with", "apptainer", "--base-from", base, "--no-test")
     return imgkit(*words, *more, folder=folder)
 
 
-def left(folder: Path) -> list[str]:
+def left(folder):
     return sorted(one.name for one in folder.iterdir() if one.name.startswith("."))
 
 
 def test_failed_step_shows_its_last_lines(tiny):
-    done = build(tiny, "echo https://ana:hunter2pw@x/; echo before; exit 7", "-v")
-    assert done.returncode == 4
+    done = expect_failure(build(tiny, "echo https://ana:hunter2pw@x/; echo before; exit 7", "-v"), 4)
     assert "hunter2pw" not in done.stderr
     shown = done.stderr.partition("failed with exit code")[2]
     assert "https://*************@x/\n" in shown
@@ -201,8 +210,7 @@ def test_failed_step_shows_its_last_lines(tiny):
 @pytest.mark.soak
 def test_sif_is_a_base(tiny):
     assert build(tiny, "echo 1 > /one", "-o", "one.sif").returncode == 0
-    done = build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif")
-    assert done.returncode == 0, done.stderr
+    expect_success(build(tiny, "echo 2 > /two", "-o", "two.sif", base="one.sif"))
     assert output("singularity", "exec", tiny / "two.sif", "/bin/cat", "/one", "/two") == "1\n2\n"
 
 
@@ -219,8 +227,7 @@ def test_little_space_is_named_first(tiny):
     small.mkdir()
     run("mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", small)
     try:
-        done = build(tiny, "true", "-o", small / "x.sif")
-        assert (done.returncode, "are free, an image of" in done.stderr) == (1, True), done.stderr
+        expect_failure(build(tiny, "true", "-o", small / "x.sif"), 1, "are free, an image of")
         assert left(small) == []
     finally:
         run("umount", small)
@@ -234,7 +241,6 @@ def test_interrupted_build_leaves_the_old_file(tiny, number):
     (tiny / "small.yaml").write_text(TINY.format(run=json.dumps("echo here; while true; do true; done")))
     words = (*IMGKIT, "build", "./small.yaml", "--with", "apptainer", "--base-from", "tiny.tar", "--no-test")
     with subprocess.Popen(words, cwd=tiny, stderr=subprocess.PIPE, text=True) as program:
-        assert program.stderr is not None
         for line in program.stderr:
             if "echo here" in line:
                 break
@@ -268,9 +274,11 @@ def test_impossible_requests_are_refused(tiny, more, said):
 def test_secrets_are_refused_at_their_line(tiny):
     recipe = TINY.replace("{run}", "{{command: 'true', secrets: [token]}}").format()
     (tiny / "s.yaml").write_text(f"{recipe}\n".replace("run:", "secrets: [{id: token, env: X}]\n  run:"))
-    done = imgkit("build", "./s.yaml", "--with", "apptainer", "--base-from", "tiny.tar", folder=tiny)
-    assert done.returncode == 2
-    assert "s.yaml:4: --with apptainer has no build secrets" in done.stderr
+    expect_failure(
+        imgkit("build ./s.yaml --with apptainer --base-from tiny.tar", folder=tiny),
+        2,
+        "s.yaml:4: --with apptainer has no build secrets",
+    )
 
 
 @pytest.mark.soak
@@ -279,7 +287,5 @@ def test_damaged_base_is_refused(tiny):
     data = bytearray((tiny / "one.sif").read_bytes())
     data[-len(data) // 2] ^= 1
     (tiny / "one.sif").write_bytes(data)
-    done = build(tiny, "true", "-o", "two.sif", base="one.sif")
-    assert done.returncode == 1
-    assert "the base is damaged" in done.stderr
+    expect_failure(build(tiny, "true", "-o", "two.sif", base="one.sif"), 1, "the base is damaged")
     assert not (tiny / "two.sif").exists()

@@ -23,13 +23,13 @@ pytestmark = [
 
 
 @pytest.fixture(scope="session")
-def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shim(tmp_path_factory):
     library = tmp_path_factory.mktemp("shim") / "faults.so"
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", library, LAB / "faults.c", "-ldl"], check=True)
     return library
 
 
-def sweep(shim: Path, verb: str, folder: Path, how: str, code: int, before: str) -> list[dict[str, object]]:
+def sweep(shim, verb, folder, how, code, before):
     result = subprocess.run(
         [sys.executable, LAB / "faults.py", verb, folder, how, str(code), before],
         env={**os.environ, "LD_PRELOAD": str(shim), "PYTHONPATH": f"{LAB}:{LAB.parent / 'kit'}"},
@@ -75,7 +75,7 @@ def test_fault_while_a_sif_is_written(shim, tmp_path, how, code, before):
     assert [row for row in rows if row["rest"]] == []
 
 
-def assert_nothing_torn(rows: list[dict[str, object]], how: str, *states: str) -> None:
+def assert_nothing_torn(rows, how, *states):
     assert [row for row in rows if row["state"] not in ("old", "new", "absent", *states)] == []
     assert {row["ended"] for row in rows} <= {"done", "reported", "died"}
     assert [row for row in rows if row["ended"] == "done" and row["state"] != "new"] == []

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ NAME = f"imgkit-test-save-{os.getpid()}"
 TAG = f"{NAME}:1"
 
 
-def verdicts(path: Path) -> tuple[int, dict[str, str]]:
+def verdicts(path):
     result = imgkit("verify", path, "--json")
     document = json.loads(result.stdout)
     assert document["schema"] == 1
@@ -40,7 +39,7 @@ def verdicts(path: Path) -> tuple[int, dict[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def image(standin_notorch: str) -> Iterator[str]:
+def image(standin_notorch):
     """mn5 on the small stand-in."""
     imgkit_json("build", "mn5", "--base", standin_notorch, "--tag", TAG, "--no-test")
     yield TAG
@@ -48,14 +47,14 @@ def image(standin_notorch: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def saved(image: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def saved(image, tmp_path_factory):
     """The archive, and the output of the command."""
     folder = tmp_path_factory.mktemp("saved")
     return folder / "mn5.tar", output(*IMGKIT, "save", image, "-o", "mn5.tar", folder=folder)
 
 
 @pytest.fixture
-def copied(saved: tuple[Path, str], tmp_path: Path) -> Path:
+def copied(saved, tmp_path):
     """A copy with its sidecars, to be damaged."""
     for path in saved[0].parent.glob("mn5.tar*"):
         shutil.copy(path, tmp_path)
@@ -197,7 +196,7 @@ def test_ended_save_keeps_the_old_archive(image, tmp_path, number):
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     """A file system of 8 MB."""
     with labkit.small_disk(tmp_path / "small", 8 << 10) as folder:
         yield folder
@@ -218,7 +217,7 @@ def test_too_small_disk_is_refused_at_once(image, small_disk):
 
 
 @pytest.fixture(scope="module")
-def sif(saved: tuple[Path, str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sif(saved, tmp_path_factory):
     path = tmp_path_factory.mktemp("sif") / "mn5.sif"
     imgkit_json("sif", saved[0], "-o", path)
     return path

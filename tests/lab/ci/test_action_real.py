@@ -7,11 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from labkit import ROOT, run
+from labkit import ROOT, expect_failure, expect_success, run
 
 pytestmark = [pytest.mark.docker]
 
@@ -25,13 +24,13 @@ system: {title: x, scheduler: slurm}
 class Runner:
     """A runner's folder, which lasts over the steps of a job."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder = folder
         for name in ("GITHUB_PATH", "GITHUB_OUTPUT"):
             (folder / name).touch()
         (folder / "work").mkdir()
 
-    def step(self, step: dict[str, Any], **inputs: str) -> subprocess.CompletedProcess[str]:
+    def step(self, step, **inputs):
         values = {f"inputs.{name}": value for name, value in inputs.items()}
         values |= {"github.action_path": str(ROOT / "ci/action"), "runner.temp": str(self.folder)}
         env = {
@@ -54,7 +53,7 @@ class Runner:
 
 
 @pytest.fixture
-def runner(tmp_path: Path) -> Runner:
+def runner(tmp_path):
     return Runner(tmp_path)
 
 
@@ -65,8 +64,7 @@ def test_steps_build_and_convert_a_recipe(runner, standin_notorch):
     (runner.folder / "work" / recipe).write_text(RECIPE)
     try:
         for step in ACTION["runs"]["steps"]:
-            result = runner.step(step, recipe=recipe, base=standin_notorch)
-            assert result.returncode == 0, (step["name"], result.stdout, result.stderr)
+            expect_success(runner.step(step, recipe=recipe, base=standin_notorch))
     finally:
         run("docker", "rmi", "--force", f"{name}:latest")
     sif = Path((runner.folder / "GITHUB_OUTPUT").read_text().strip().removeprefix("sif="))
@@ -78,9 +76,7 @@ def test_steps_build_and_convert_a_recipe(runner, standin_notorch):
 def test_recipe_that_is_a_command_is_no_command(runner):
     (runner.folder / "GITHUB_PATH").write_text(f"{Path(sys.executable).parent}\n")
     step = next(step for step in ACTION["runs"]["steps"] if step["name"] == "build and test")
-    result = runner.step(step, recipe='$(touch "made")"; touch made #', base="")
-    assert result.returncode == 2
-    assert "no recipe" in result.stderr, result.stderr
+    expect_failure(runner.step(step, recipe='$(touch "made")"; touch made #', base=""), 2, "no recipe")
     assert not (runner.folder / "work/made").exists()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,7 @@ from labkit import LAB, SLURMS, Cluster, run
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("cluster")]
 
 
-def keepers(state: Path) -> list[str]:
+def keepers(state):
     """Processes that still name this cluster's folder on their command line."""
     command_lines = []
     for folder in Path("/proc").iterdir():
@@ -26,7 +25,7 @@ def keepers(state: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def up(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def up(request):
     cluster = Cluster(state=Path(f"/tmp/imgkit-test-cluster-{os.getpid()}"))
     cluster.up(2, release=request.param)
     yield cluster

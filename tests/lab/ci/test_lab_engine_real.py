@@ -8,11 +8,10 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import LAB, Done, expect_success, ordinary_user, output, run
+from labkit import LAB, expect_success, ordinary_user, output, run
 
 pytestmark = [
     pytest.mark.docker,
@@ -24,16 +23,16 @@ pytestmark = [
 ]
 
 
-def engine(verb: str, folder: Path, *options: str) -> Done:
+def engine(verb, folder, *options):
     return run(LAB / "engine", verb, "--private", folder, *options)
 
 
-def answers(folder: Path) -> bool:
+def answers(folder):
     env = {**os.environ, "DOCKER_HOST": f"unix://{folder}/docker.sock"}
     return subprocess.run(["docker", "version"], env=env, capture_output=True, timeout=30).returncode == 0
 
 
-def processes(folder: Path) -> list[str]:
+def processes(folder):
     """Command lines that name this engine's folder."""
     command_lines = []
     for entry in Path("/proc").iterdir():
@@ -46,13 +45,13 @@ def processes(folder: Path) -> list[str]:
     return command_lines
 
 
-def mounts(folder: Path) -> list[str]:
+def mounts(folder):
     lines = Path("/proc/self/mounts").read_text().splitlines()
     return [line for line in lines if line.split()[1].replace("\\040", " ").startswith(str(folder))]
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     # Short, since a socket's path is limited; with a space, since a checkout's path may have one.
     folder = Path(f"/tmp/imgkit engine {os.getpid()}")
     yield folder

@@ -7,8 +7,6 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from labkit import ROOT
@@ -17,7 +15,7 @@ pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_gro
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def checkout(tmp_path_factory):
     """A copy of this checkout without what was made in it."""
     copy = tmp_path_factory.mktemp("quick start") / "imgkit"
     patterns = (".git", ".venv*", "build", "dist", ".*_cache", "__pycache__", ".hypothesis", "*.sif", "*.tar")
@@ -26,7 +24,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     shutil.rmtree(copy)
 
 
-def has_image(name: str) -> bool:
+def has_image(name):
     return subprocess.run(["docker", "image", "inspect", name], capture_output=True).returncode == 0
 
 
@@ -40,7 +38,6 @@ def test_interrupt_ends_it_cleanly(checkout, tmp_path):
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None
     lines = iter(process.stdout.readline, "")
     assert any("ci/lab/venv" in line for line in lines)
     os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does

@@ -11,13 +11,12 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from labkit import IMGKIT, ROOT, Cluster, docker, expect_success, output, run, until
-from remotekit import FarHost, far_host, login_node
+from remotekit import far_host, login_node
 
 ON_CPU = ("--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=2")
 
@@ -25,7 +24,7 @@ ON_CPU = ("--env", "IMGKIT_DEVICE=cpu", "--env", "IMGKIT_NPROC=2")
 pytestmark = [pytest.mark.docker, pytest.mark.singularity, pytest.mark.xdist_group("quickstart")]
 
 
-def commands(page: str) -> list[str]:
+def commands(page):
     """The lines of a page's blocks of commands."""
     text = (ROOT / page).read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)  # recipes and outputs
@@ -34,21 +33,21 @@ def commands(page: str) -> list[str]:
     return [line.partition(" #")[0].strip() for line in lines]
 
 
-def take(lines: list[str], start: str) -> str:
+def take(lines, start):
     """Remove the first of `lines`, which must begin with `start`."""
     assert lines, f"the page has no more commands; expected: {start}"
     assert lines[0].startswith(start)
     return lines.pop(0)
 
 
-def shell(line: str, folder: Path, *args: str) -> str:
+def shell(line, folder, *args):
     """Run a line of a page in `folder` with `args` at its end, and return its output."""
     typed = re.sub(r"^imgkit ", lambda _: shlex.join(IMGKIT) + " ", " ".join((line, *args)))
     return output("bash", "-c", typed, folder=folder, env={"XDG_STATE_HOME": str(folder / "state")})
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     """The folder in which the commands run; the images that they name are removed at the end."""
     names = ("cpu:latest", "mn5:latest", "mine:latest", "letters:latest")
     before = docker("images", "--format", "{{.Repository}}:{{.Tag}}").split()
@@ -87,7 +86,7 @@ BY_HAND = "imgkit build mn5"
 """The first command of the part of the page about a cluster that is for work by hand."""
 
 
-def start_site(stack: ExitStack, far: FarHost, cluster: Cluster) -> None:
+def start_site(stack, far, cluster):
     """Start a cluster of two nodes whose logins know `module`, and make its login node the host `far`."""
     stack.callback(cluster.down)
     cluster.up(2, "--cpus", "80")
@@ -112,7 +111,7 @@ def test_cluster_page_runs_jobs_of_two_nodes(folder, standin):
     cluster = Cluster(state=Path(f"/tmp/imgkit-start-cluster-{os.getpid()}"))
     env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
 
-    def typed(line: str) -> str:
+    def typed(line):
         args = line.replace(" -- ", f" {' '.join(ON_CPU)} -- ").removeprefix("imgkit ").split()
         if args[0] == "run":
             args.insert(1, "--detach")
@@ -221,7 +220,7 @@ def test_start_page_takes_a_program_to_two_nodes(folder, standin):
         shell(take(lines, "git clone").replace("https://github.com/me/letters.git", "far letters"), folder)
         clone = folder / take(lines, "cd ").removeprefix("cd ")
 
-        def typed(line: str, *flags: object) -> str:
+        def typed(line, *flags):
             args = shlex.split(line)[1:]
             split = args.index("--") if "--" in args else len(args)
             argv = (*args[:split], *flags, *args[split:])
@@ -232,7 +231,7 @@ def test_start_page_takes_a_program_to_two_nodes(folder, standin):
             assert result.returncode == 0, result.stdout + result.stderr
             return result.stdout + result.stderr
 
-        def run_line(line: str = "") -> tuple[str, str]:
+        def run_line(line=""):
             """Run `line`, or the next run of the page, and return its output and its job."""
             line = line or take(lines, "imgkit run")
             base = () if "letters.sif" in line else ("--base", standin)

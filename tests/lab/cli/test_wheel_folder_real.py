@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 
-def other_python() -> Path:
+def other_python():
     """The oldest Python here that imgkit supports, but not the version that runs this test."""
     folders = [Path(folder) for folder in os.environ["PATH"].split(os.pathsep)]
     folders += sorted(Path.home().glob(".pyenv/versions/*/bin"))

@@ -7,20 +7,19 @@ import os
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import labkit
 import pytest
-from labkit import IMGKIT, docker, imgkit, imgkit_json, until
+from labkit import IMGKIT, docker, expect_failure, expect_success, imgkit, imgkit_json, run, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import image_source
-from imgkit_builder.oci.manifest import Probe
+from imgkit_builder.engine.building import _label_instruction
 from imgkit_builder.workflow import build as workflow
 from imgkit_builder.workflow import build_record
 from imgkit_builder.workflow.build_request import BuildRequest
@@ -31,20 +30,22 @@ pytestmark = pytest.mark.docker
 PREFIX = f"imgkit-test-build-{os.getpid()}"
 
 
-def running(marker: str) -> list[str]:
+def running(marker):
     """Containers, stopped ones too, whose command holds `marker`: others may use the same engine."""
-    lines = docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Command}}").splitlines()
+    lines = docker("ps --all --no-trunc --format", "{{.ID}} {{.Command}}").splitlines()
     return [line.split()[0] for line in lines if marker in line]
 
 
 @pytest.fixture
-def write(home: Path) -> Iterator[Callable[..., Path]]:
+def write(home):
     """``write("name", "RUN text")``: a recipe file; images of its name are removed at the end."""
     names: list[str] = []
 
-    def make(name: str, *run: str, base: str = "registry.invalid/base:1", extra: str = "") -> Path:
-        steps = "".join(f"    - {json.dumps(step)}\n" for step in run)
-        text = f"description: test\nimage:\n  base: {base}\n{extra}" + (f"  run:\n{steps}" if run else "")
+    def make(name, *commands, base="registry.invalid/base:1", extra=""):
+        steps = "".join(f"    - {json.dumps(step)}\n" for step in commands)
+        text = f"description: test\nimage:\n  base: {base}\n{extra}" + (
+            f"  run:\n{steps}" if commands else ""
+        )
         file = home / f"{PREFIX}-{name}.yaml"
         file.write_text(text)
         names.append(file.stem)
@@ -52,17 +53,17 @@ def write(home: Path) -> Iterator[Callable[..., Path]]:
 
     yield make
     for name in names:
-        subprocess.run(["docker", "rmi", "--force", f"{name}:latest"], capture_output=True, check=False)
+        run("docker", "rmi", "--force", f"{name}:latest")
 
 
 @pytest.fixture
-def private_base(standin_notorch: str) -> Iterator[str]:
+def private_base(standin_notorch):
     """A base for one test: Docker's cache takes the newest image of a step, also that of another test."""
     name = f"{PREFIX}-base:1"
     text = f"FROM {standin_notorch}\nLABEL only={PREFIX}\n"
-    subprocess.run(["docker", "build", "--quiet", "--tag", name, "-"], input=text, text=True, check=True)
+    docker("build --quiet --tag", name, "-", stdin=text)
     yield name
-    docker("rmi", "--force", name)
+    docker("rmi --force", name)
 
 
 INSTALLED = """
@@ -74,13 +75,13 @@ print(json.dumps({"digests": digests, "packed": packed}))
 """
 
 
-def installed(image: str) -> dict[str, Any]:
+def installed(image):
     """The entry points in `image`: digests of all files, byte code too, and their size in a registry."""
-    output = docker("run", "--rm", "--entrypoint", "python3", image, "-IBc", INSTALLED)
+    output = docker("run --rm --entrypoint python3", image, "-IBc", INSTALLED)
     return dict(json.loads(output.splitlines()[-1]))
 
 
-def build(file: Path, base: str, *options: str) -> dict[str, Any]:
+def build(file, base, *options):
     return imgkit_json("build", file, "--base", base, *options)
 
 
@@ -92,7 +93,7 @@ def test_edit_during_a_build_belongs_to_the_image(write, standin_notorch, home, 
     before = workflow.plan(file, request).input_sha256
     probe = engines.probe
 
-    def probe_during_edit(*args: Any) -> Probe:
+    def probe_during_edit(*args):
         note.write_text("after\n")
         return probe(*args)
 
@@ -135,7 +136,7 @@ def test_build_is_tested_labelled_and_repeatable(write, private_base, home):
 
     facts = "\n".join(engines.image_facts(f"{file.stem}:latest").lines())
     assert facts.startswith("STAND-IN")
-    baked = docker("run", "--rm", "--entrypoint", "cat", f"{file.stem}:latest", "/opt/imgkit/manifest.json")
+    baked = docker("run --rm --entrypoint cat", f"{file.stem}:latest", "/opt/imgkit/manifest.json")
     assert json.loads(baked)["base"]["probe"]["python"]
     assert json.loads(baked)["base"]["digest"] == ""
 
@@ -154,22 +155,26 @@ def test_new_pip_conflict_keeps_old_tag(write, standin_notorch):
         "d=$(python3 -c 'import sysconfig; print(sysconfig.get_path(\"purelib\"))')/broken-1.dist-info; "
         f"mkdir -p $d && printf '{metadata}' > $d/METADATA"
     )
-    bad = imgkit("build", write("conflict", step), "--base", standin_notorch)
-    assert bad.returncode == 1, bad.stderr
-    assert "new conflicts: broken 1 requires absent-package" in bad.stderr
-    assert docker("inspect", "--format", "{{.Id}}", f"{PREFIX}-conflict:latest") == good["id"]
+    expect_failure(
+        imgkit("build", write("conflict", step), "--base", standin_notorch),
+        1,
+        "new conflicts: broken 1 requires absent-package",
+    )
+    assert docker("inspect --format {{.Id}}", f"{PREFIX}-conflict:latest") == good["id"]
 
 
 def test_failing_step_names_line_and_log(write, standin_notorch):
     marker = f"mark-{uuid.uuid4()}"
     file = write("fails", "echo fine", f"echo why-it-failed >&2; exit 7 # {marker}")
-    result = imgkit("build", file, "--base", standin_notorch)
-    assert result.returncode == 4
-    assert f"{file.name}:6: step " in result.stderr
-    assert "\n     why-it-failed\n" in result.stderr
-    assert "returned a non-zero code: 7" in result.stderr
+    expect_failure(
+        imgkit("build", file, "--base", standin_notorch),
+        4,
+        f"{file.name}:6: step ",
+        "\n     why-it-failed\n",
+        "returned a non-zero code: 7",
+    )
     assert not running(marker)
-    assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
+    assert run("docker", "inspect", f"{file.stem}:latest").returncode == 1
 
 
 @pytest.mark.parametrize("builder", ["classic", pytest.param("buildx", marks=pytest.mark.buildx)])
@@ -177,8 +182,9 @@ def test_log_of_a_build_shows_what_check_shows(write, home, standin_notorch, bui
     url, stars = "https://ana:hunter2pw@pip.invalid/simple", "https://*************@pip.invalid/simple"
     env = f"  env: {{MY_INDEX: '{url}'}}\n"
     file = write(f"leaks-{builder}", f"echo index {url} $MY_INDEX; DB_PASS=hunter2pw exit 3", extra=env)
-    result = imgkit("build", file, "--base", standin_notorch, "--builder", builder, "--no-cache", "-v")
-    assert result.returncode == 4
+    result = expect_failure(
+        imgkit("build", file, "--base", standin_notorch, "--builder", builder, "--no-cache", "-v"), 4
+    )
     assert [line.strip() for line in result.stderr.splitlines()].count(f"index {stars} {stars}") >= 1
     texts = [path.read_text() for path in (home / "state").rglob("*") if path.is_file()]
     assert any(f"index {stars}" in text for text in texts)
@@ -205,7 +211,7 @@ def test_interrupted_build_leaves_no_container(write, standin_notorch, number):
         until(lambda: not running(marker), describe=lambda: "the build's container is still there")
     finally:
         process.kill()
-    assert subprocess.run(["docker", "inspect", f"{file.stem}:latest"], capture_output=True).returncode == 1
+    assert run("docker", "inspect", f"{file.stem}:latest").returncode == 1
 
 
 @pytest.mark.parametrize("purpose", ["export", "run"])
@@ -227,30 +233,26 @@ with connect() as engine:
     threading.Timer(2, die).start()
     run(engine, {standin_notorch!r}, ["sh", "-c", "sleep 300 # {marker}"], platform=HERE)
 """
-    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    process = run(sys.executable, "-c", program)
     assert (process.returncode, process.stdout) == (-signal.SIGKILL, "now\n"), process.stderr
     until(lambda: not running(marker), describe=lambda: "the container is still there")
 
 
 def test_standin_must_be_named(write, standin_notorch):
-    result = imgkit("build", write("standin", base=standin_notorch))
-    assert result.returncode == 2
-    assert f"--base {standin_notorch}" in result.stderr
+    expect_failure(imgkit("build", write("standin", base=standin_notorch)), 2, f"--base {standin_notorch}")
 
 
 def test_other_architecture_is_refused_early(write, standin_notorch, home):
     file = write("arch", "true", extra="  platform: linux/arm64\n")
-    result = imgkit("build", file, "--base", standin_notorch)
-    assert result.returncode == 2
-    assert "is linux/amd64, the build is for linux/arm64" in result.stderr
+    expect_failure(
+        imgkit("build", file, "--base", standin_notorch), 2, "is linux/amd64, the build is for linux/arm64"
+    )
     assert not (home / "state" / "imgkit" / "builds").exists()
 
 
 def test_unreachable_registry_is_said(write):
     file = write("far")
-    result = imgkit("build", file)
-    assert result.returncode == 4
-    assert f"{file.name}:3: pull registry.invalid/base:1" in result.stderr
+    expect_failure(imgkit("build", file), 4, f"{file.name}:3: pull registry.invalid/base:1")
 
 
 @pytest.mark.qemu
@@ -262,28 +264,17 @@ def test_arm64_is_built_and_tested_by_emulator(write, standin_arm64_notorch):
 
 
 def test_odd_label_values_survive(write, standin_notorch):
-    from imgkit_builder.engine.building import _label_instruction
-
     value = 'a "b" $HOME \\n ${x} é = end\\'
     text = f"FROM {standin_notorch}\n" + _label_instruction({"k": value})
-    process = subprocess.run(
-        ["docker", "build", "--quiet", "--tag", f"{PREFIX}-label", "-"],
-        input=text,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "DOCKER_BUILDKIT": "0"},
-    )
+    image_id = docker("build --quiet --tag", f"{PREFIX}-label", "-", stdin=text, env={"DOCKER_BUILDKIT": "0"})
     try:
-        labels = json.loads(docker("inspect", "--format", "{{json .Config.Labels}}", process.stdout.strip()))
+        labels = json.loads(docker("inspect --format", "{{json .Config.Labels}}", image_id))
     finally:
         docker("rmi", f"{PREFIX}-label")
     assert labels["k"] == value
 
 
 def test_stream_of_a_real_save_is_whole(home, standin_notorch):
-    import tarfile
-
     with engines.connect() as engine, engines.save_stream(engine, standin_notorch) as chunks:
         path = home / "x.tar"
         with path.open("wb") as file:
@@ -291,13 +282,12 @@ def test_stream_of_a_real_save_is_whole(home, standin_notorch):
                 file.write(chunk)
     with tarfile.open(path) as tar:
         member = tar.extractfile("manifest.json")
-        assert member is not None
         (only,) = json.load(member)
     assert only["RepoTags"] == [standin_notorch]
 
 
 @pytest.fixture
-def registry(home: Path) -> Iterator[str]:
+def registry(home):
     """``127.0.0.1:PORT`` of a registry of our own."""
     with labkit.registry(home) as address:
         yield address
@@ -306,7 +296,7 @@ def registry(home: Path) -> Iterator[str]:
 def test_push_and_pull_give_the_same_digest(registry, home):
     (home / "Dockerfile").write_text("FROM scratch\nCOPY Dockerfile /\n")
     local, ref = f"{PREFIX}-tiny:latest", f"{registry}/group/tiny:1"
-    docker("build", "--quiet", "--tag", local, str(home))
+    docker("build --quiet --tag", local, str(home))
     try:
         digest = imgkit_json("push", local, ref)["digest"]
         docker("rmi", ref)
@@ -319,28 +309,25 @@ def test_push_and_pull_give_the_same_digest(registry, home):
                 image_source.pull_image(engine, ref, "linux/arm64", Silent())
     finally:
         for name in (local, ref, f"{registry}/group/tiny@{digest}"):
-            subprocess.run(["docker", "rmi", "--force", name], capture_output=True, check=False)
+            run("docker", "rmi", "--force", name)
 
 
 def test_fake_amd_image_starts_on_cpus_alone(write, standin_notorch):
     """A fake: the stand-in with ROCm's variable and folder. No AMD software exists here."""
     base = f"{PREFIX}-fake-amd:1"
     dockerfile = f"FROM {standin_notorch}\nENV ROCM_PATH=/opt/rocm\nRUN mkdir -p /opt/rocm\n"
-    docker("build", "--quiet", "--tag", base, "-", stdin=dockerfile)
+    docker("build --quiet --tag", base, "-", stdin=dockerfile)
     try:
         file = write("amd", base=base)
         built = imgkit("build", file, "--base", base, "--no-test")
         assert f"warning: {base}, which sets ROCM_PATH, is an image for AMD GPUs" in built.stderr
-        run = ("docker", "run", "--rm", "--entrypoint", "dist-hello", f"{file.stem}:latest")
-        refused = subprocess.run(run, capture_output=True, text=True, check=False)
-        assert refused.returncode == 5
-        assert "/opt/rocm: the image is made for AMD GPUs" in refused.stderr
-        assert "to run on CPUs: --device cpu" in refused.stderr
-        planned = subprocess.run(
-            (*run, "--device", "cpu", "--dry-run"), capture_output=True, text=True, check=False
+        start = ("docker", "run", "--rm", "--entrypoint", "dist-hello", f"{file.stem}:latest")
+        expect_failure(
+            run(*start),
+            5,
+            "/opt/rocm: the image is made for AMD GPUs",
+            "to run on CPUs: --device cpu",
         )
-        assert planned.returncode == 0, planned.stderr
+        expect_success(run(*start, "--device", "cpu", "--dry-run"))
     finally:
-        subprocess.run(
-            ["docker", "rmi", "--force", f"{PREFIX}-amd:latest", base], capture_output=True, check=False
-        )
+        run("docker", "rmi", "--force", f"{PREFIX}-amd:latest", base)

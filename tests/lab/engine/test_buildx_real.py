@@ -11,9 +11,6 @@ import socket
 import socketserver
 import subprocess
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from labkit import IMGKIT, docker, imgkit, imgkit_json, output, run, until
@@ -25,19 +22,19 @@ MARK = 54321 + os.getpid()
 
 
 @pytest.fixture(autouse=True)
-def _remove_images() -> Iterator[None]:
+def _remove_images():
     yield
     subprocess.run(["docker", "rmi", "--force", f"{NAME}:latest", f"{NAME}:classic"], capture_output=True)
 
 
-def recipe(folder: Path, *steps: str) -> Path:
+def recipe(folder, *steps):
     rows = "".join(f"    - {json.dumps(step)}\n" for step in steps)
     file = folder / f"{NAME}.yaml"
     file.write_text(f"description: test\nimage:\n  base: registry.invalid/base:1\n  run:\n{rows}")
     return file
 
 
-def build(file: Path, base: str, *options: str) -> dict[str, Any]:
+def build(file, base, *options):
     return imgkit_json("build", file, "--base", base, "--no-test", *options)
 
 
@@ -53,7 +50,7 @@ def test_labels_are_those_of_the_classic_builder(home, standin_notorch):
 class RefusingEngine(socketserver.StreamRequestHandler):
     """Stands before the real engine and refuses its classic builder, as no release does yet."""
 
-    def handle(self) -> None:
+    def handle(self):
         with socket.socket(socket.AF_UNIX) as engine:
             engine.connect("/var/run/docker.sock")
             back = threading.Thread(target=self._pass, args=(engine, self.connection))
@@ -61,7 +58,7 @@ class RefusingEngine(socketserver.StreamRequestHandler):
             self._pass(self.connection, engine)
             back.join()
 
-    def _pass(self, source: socket.socket, target: socket.socket) -> None:
+    def _pass(self, source, target):
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if re.match(rb"POST /v[0-9.]+/build\?", data):
@@ -105,7 +102,7 @@ def test_interrupted_build_leaves_no_step(home, standin_notorch, number):
     run("docker", "image", "rm", "--force", NAME)  # another test may have built it
     process = subprocess.Popen(argv, stderr=subprocess.DEVNULL)
 
-    def steps() -> bool:
+    def steps():
         return any(line.endswith(f"sleep {MARK}") for line in output("ps", "-eo", "args").splitlines())
 
     try:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import tiny_image
-from labkit import PrivateEngine, docker, imgkit, imgkit_json, registry, run, verdicts
+from labkit import docker, imgkit, imgkit_json, registry, run, verdicts
 
 from imgkit_builder import engine as engines
 from imgkit_builder.engine import images
@@ -25,7 +22,7 @@ RECIPE = f'description: x\nimage:\n  base: "{BOTH}"\n  platform: [linux/amd64, l
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """The recipe and all files of this module."""
     folder = tmp_path_factory.mktemp("containerd")
     (folder / "both.yaml").write_text(RECIPE)
@@ -33,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(containerd_engine: PrivateEngine, folder: Path) -> Iterator[PrivateEngine]:
+def engine(containerd_engine, folder):
     """The engine, with a registry on the loopback address of its network namespace."""
     with pytest.MonkeyPatch.context() as patch, registry(folder, containerd_engine.enter, port=PORT):
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -45,7 +42,7 @@ def engine(containerd_engine: PrivateEngine, folder: Path) -> Iterator[PrivateEn
 
 
 @pytest.fixture(scope="module")
-def configs(engine: PrivateEngine, folder: Path) -> dict[str, str]:
+def configs(engine, folder):
     """The registry has an image of two platforms, and the engine only that for arm64; its image ids."""
     image_ids = tiny_image.write(folder / "both.tar", BOTH, ("amd64", "arm64"))
     docker("load", "-i", folder / "both.tar")
@@ -57,7 +54,7 @@ def configs(engine: PrivateEngine, folder: Path) -> dict[str, str]:
     return image_ids
 
 
-def build(folder: Path, *args: str) -> dict[str, Any]:
+def build(folder, *args):
     return imgkit_json("build", folder / "both.yaml", "--no-test", "--tag", BUILT, *args)
 
 
@@ -67,7 +64,7 @@ def test_one_platform_and_then_both(engine, folder, configs):
     if engine.kind != "sid":
         pytest.skip("before release 28.1 an engine uses only its own platform of an image that has several")
 
-    def built_for(arch: str) -> None:
+    def built_for(arch):
         built = build(folder, "--platform", f"linux/{arch}")
         assert (built["platform"], built["base"]["id"]) == (f"linux/{arch}", configs[arch])
         inside = docker(
@@ -90,7 +87,7 @@ def test_one_platform_and_then_both(engine, folder, configs):
 
 
 @pytest.fixture(scope="module")
-def small(engine: PrivateEngine, folder: Path) -> str:
+def small(engine, folder):
     """An image for this machine with an id of its own."""
     name = "imgkit.test/small:1"
     ids = tiny_image.write(folder / "small.tar", name)

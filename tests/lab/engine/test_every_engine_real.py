@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ import tiny_image
 from labkit import (
     PrivateEngine,
     docker,
+    expect_failure,
+    expect_success,
     imgkit,
     imgkit_json,
     locked,
@@ -26,6 +28,7 @@ from labkit import (
     registry,
     run,
     shared_folder,
+    soak,
     verdicts,
 )
 
@@ -58,11 +61,11 @@ class Line:
     sifs: dict[str, Path]
 
     @property
-    def image_id(self) -> str:
+    def image_id(self):
         return str(self.built["id"])
 
 
-def recipe(folder: Path, name: str, base: str, code: str) -> Path:
+def recipe(folder, name, base, code):
     """A recipe and what it copies."""
     (folder / "code").mkdir(exist_ok=True)
     (folder / "code/main").write_text(code)
@@ -71,22 +74,22 @@ def recipe(folder: Path, name: str, base: str, code: str) -> Path:
     return file
 
 
-def build(file: Path, tag: str, base: str, *args: str) -> dict[str, Any]:
+def build(file, tag, base, *args):
     test = () if base != BASE else ("--no-test",)
     return imgkit_json("build", file, "--base", base, "--tag", tag, *test, *args)
 
 
-@pytest.fixture(scope="module", params=[BASE, pytest.param("standin", marks=pytest.mark.soak)])
-def base(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(scope="module", params=[BASE, *soak("standin")])
+def base(request):
     """The name of the base."""
     return BASE if request.param == BASE else str(request.getfixturevalue("standin"))
 
 
-def load_base(folder: Path, base: str) -> None:
+def load_base(folder, base):
     """Give the engine of the variables the base."""
     if base == BASE:
         tiny_image.write(folder / "base.tar", BASE)
-        docker("load", "-i", folder / "base.tar")
+        docker("load -i", folder / "base.tar")
         return
     env = {name: value for name, value in os.environ.items() if name != "DOCKER_HOST"}
     with subprocess.Popen(["docker", "save", base], stdout=subprocess.PIPE, env=env) as save:
@@ -94,7 +97,7 @@ def load_base(folder: Path, base: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def foreign(base: str) -> Path:
+def foreign(base):
     """A .sif of an archive that the machine's own engine saved; the first worker that needs it makes it."""
     folder = shared_folder() / f"foreign-{'tiny' if base == BASE else 'standin'}"
     tag = f"imgkit-test-foreign-{shared_folder().name}:1"
@@ -107,12 +110,12 @@ def foreign(base: str) -> Path:
             (shared_folder() / f"tags-{folder.name}").write_text(tag + (f" {base}" if base == BASE else ""))
             build(recipe(folder, "line", base, "one"), tag, base)
             imgkit_json("save", tag, "-o", "foreign.tar", folder=folder)
-            imgkit_json("sif", "foreign.tar", "-o", "foreign.sif", "--no-test", folder=folder)
+            imgkit_json("sif foreign.tar -o foreign.sif --no-test", folder=folder)
             (folder / "foreign.tar").unlink()
     return folder / "foreign.sif"
 
 
-def engine(kind: str, *marks: pytest.MarkDecorator, group: str = "") -> Any:
+def engine(kind, *marks, group=""):
     return pytest.param(kind, marks=[*marks, pytest.mark.xdist_group(group or kind)])
 
 
@@ -129,11 +132,11 @@ OTHERS = (
 
 @pytest.fixture(scope="module", params=[DOCKER, *OTHERS])
 def line(
-    request: pytest.FixtureRequest,
-    base: str,
-    foreign: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[Line]:
+    request,
+    base,
+    foreign,
+    tmp_path_factory,
+):
     """The image, the archive and the .sif files of one recipe on one engine."""
     kind, folder, tag = request.param, tmp_path_factory.mktemp(request.param), f"imgkit-line-{os.getpid()}:1"
     with contextlib.ExitStack() as stack:
@@ -161,7 +164,7 @@ def line(
             ids.add(converted["record"]["image_id"])
         ids.add(saved["image"]["id"])
         yield Line(kind=kind, folder=folder, name=tag, registry=address, built=built, ids=ids, sifs=sifs)
-        tags = docker("images", "--format", "{{.Repository}}:{{.Tag}}").splitlines()
+        tags = docker("images --format {{.Repository}}:{{.Tag}}").splitlines()
         leftover_tags = [name for name in tags if tag[:-2] in name or (kind != "docker" and base in name)]
         run("docker", "rmi", "--force", *leftover_tags)
 
@@ -190,8 +193,9 @@ def test_both_ways_have_the_same_files(line):
 def test_second_build_is_cached(line, base):
     if line.kind in NO_CACHE:
         tag = f"{line.name}-again"
-        result = imgkit("build", line.folder / "line.yaml", "--base", base, "--tag", tag, "--no-test")
-        assert result.returncode == 0
+        result = expect_success(
+            imgkit("build", line.folder / "line.yaml", "--base", base, "--tag", tag, "--no-test")
+        )
         assert "its cache is not used" in result.stderr
         return
     again = build(line.folder / "line.yaml", line.name, base)
@@ -208,7 +212,7 @@ def test_pushed_image_comes_back(line):
 
 
 def test_doctor_tells_version_store_and_builder(line):
-    checks = json.loads(imgkit("doctor", "--json").stdout)["checks"]
+    checks = json.loads(imgkit("doctor --json").stdout)["checks"]
     (check,) = (check for check in checks if check["name"] == "docker")
     product, store, builder = {
         "podman": ("Podman", "overlay", "podman"),
@@ -218,7 +222,7 @@ def test_doctor_tells_version_store_and_builder(line):
         "sid": ("Docker", "containerd (overlayfs)", "classic"),
         "trixie": ("Docker", "containerd (overlayfs)", "classic"),
     }.get(line.kind, ("Docker", "", "classic"))
-    version = docker("version", "--format", "{{.Server.Version}}")
+    version = docker("version --format {{.Server.Version}}")
     assert check["found"].startswith(f"{product} {version}, API ")
     assert f", store {store}" in check["found"]
     assert f", builder {builder}" in check["found"]
@@ -235,10 +239,10 @@ def test_owner_of_a_rootless_engine_needs_no_root(kind, started, base, tmp_path)
     work.mkdir()
     output("chown", private.owner, work)
 
-    def owner(*args: object) -> dict[str, Any]:
+    def owner(*args):
         return dict(json.loads(output(*private.as_owner, *args, "--json", folder=work)))
 
-    def built(code: str, name: str) -> dict[str, Any]:
+    def built(code, name):
         file = recipe(work, "line", base, code)
         return owner("build", file, "--base", base, "--tag", name, *(("--no-test",) if base == BASE else ()))
 
@@ -269,8 +273,10 @@ def test_push_to_nobody_is_no_success(line):
 def test_failing_step_names_its_line(line, base):
     file = line.folder / "fails.yaml"
     file.write_text(f"description: x\nimage:\n  base: {base}\n  run:\n    - echo why >&2; exit 7\n")
-    result = imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails")
-    assert result.returncode == 4
-    assert "fails.yaml:5: step " in result.stderr
-    assert "\n     why\n" in result.stderr
+    expect_failure(
+        imgkit("build", file, "--base", base, "--tag", f"{line.name}-fails"),
+        4,
+        "fails.yaml:5: step ",
+        "\n     why\n",
+    )
     assert imgkit("show", f"{line.name}-fails").returncode == 2

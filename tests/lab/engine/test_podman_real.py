@@ -11,15 +11,14 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from labkit import PrivateEngine, output, run, until
+from labkit import output, run, until
 
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
-from imgkit_builder.engine import Engine, ImageInfo, builders, images
+from imgkit_builder.engine import images
 from imgkit_builder.image.context import BuildContext
 from imgkit_builder.image.members import TarMember, tar_chunks
 from imgkit_builder.image.secret_values import SecretValues
@@ -37,12 +36,12 @@ MARK = 4321 + os.getpid()
 """Seconds that steps of this run sleep: the number marks their processes."""
 
 
-def podman(*args: object) -> str:
+def podman(*args):
     return output("podman", "--remote=false", *args).strip()
 
 
 @pytest.fixture(scope="module")
-def service(started: Callable[[str], PrivateEngine]) -> Iterator[Path]:
+def service(started):
     """The folder of a Podman that ``DOCKER_HOST`` names, with the base in it."""
     private = started("podman")
     with pytest.MonkeyPatch.context() as patch:
@@ -54,7 +53,7 @@ def service(started: Callable[[str], PrivateEngine]) -> Iterator[Path]:
         yield private.folder
 
 
-def _import_base(folder: Path) -> None:
+def _import_base(folder):
     """Make an image of nothing but busybox."""
     with tarfile.open(folder / "base.tar", "w") as tar:
         tar.add(str(shutil.which("busybox")), "bin/busybox")
@@ -65,7 +64,7 @@ def _import_base(folder: Path) -> None:
     podman("import", folder / "base.tar", BASE)
 
 
-def context(*steps: str, copied: bytes = b"1") -> BuildContext:
+def context(*steps, copied=b"1"):
     """A context as imgkit packs it, without what needs Python in the base."""
     rows = [f"# small.yaml:{number}\nRUN {step}\n" for number, step in enumerate(steps, 5)]
     members = (TarMember(name="file", data=copied, size_bytes=len(copied)),)
@@ -87,7 +86,7 @@ def context(*steps: str, copied: bytes = b"1") -> BuildContext:
     )
 
 
-def _platform() -> str:
+def _platform():
     with engines.connect() as engine:
         return engine.platform
 
@@ -95,29 +94,27 @@ def _platform() -> str:
 class Stages(Silent):
     """Records the stages and notes."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[str] = []
 
-    def stage(self, text: str) -> None:
+    def stage(self, text):
         self.seen.append(text)
 
-    def note(self, text: str) -> None:
+    def note(self, text):
         self.seen.append(text)
 
 
 class Lines(Silent):
     """Records the output."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[str] = []
 
-    def line(self, text: str) -> None:
+    def line(self, text):
         self.seen.append(text)
 
 
-def build(
-    engine: Engine, packed: BuildContext, *, tag: str, builder: builders.Builder = "auto"
-) -> tuple[ImageInfo, str]:
+def build(engine, packed, *, tag, builder="auto"):
     """Build, and return the image and the log."""
     chosen = engines.choose(engine.facts(), builder)
     assert chosen.name == ("podman" if builder == "auto" else builder)
@@ -126,18 +123,18 @@ def build(
 
 
 @pytest.fixture
-def engine(service: Path) -> Iterator[Engine]:
+def engine(service):
     with engines.connect() as connection:
         yield connection
 
 
-def steps() -> list[str]:
+def steps():
     """Processes of this run's sleeping step."""
     lines = output("ps", "-eo", "args").splitlines()
     return [line for line in lines if line.endswith(f"sleep {MARK}")]
 
 
-def leftovers() -> list[str]:
+def leftovers():
     """Return the processes of steps that still run, or else the working containers."""
     return steps() or podman("ps", "--all", "--external", "--quiet").splitlines()
 

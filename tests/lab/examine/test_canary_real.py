@@ -9,13 +9,12 @@ import dataclasses
 import os
 import secrets
 import shlex
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from file_tree import write_program
-from labkit import Done, docker, imgkit, output, run
+from labkit import docker, expect_success, imgkit, output, run
 from stored_images import archive
 from tars import tar_of_files
 from tiny_image import BUSYBOX
@@ -50,15 +49,15 @@ class Lab:
     calls: Path
     """A file with the arguments of each call of the runtime."""
 
-    def __call__(self, *args: object) -> Done:
+    def __call__(self, *args):
         path = f"{self.folder / 'bin'}:{os.environ['PATH']}"
         return imgkit(*args, folder=self.marks, env={"PATH": path, "HOME": str(self.marks)})
 
-    def run(self, *argv: str) -> Done:
+    def run(self, *argv):
         """Run a command where marks count."""
         return run(*argv, folder=self.marks, env={"HOME": str(self.marks)})
 
-    def executed(self) -> list[str]:
+    def executed(self):
         """Return and forget what ran since the last call: marks, and runs by the runtime."""
         home = Path("~root").expanduser()
         folders = (self.marks, Path("/tmp"), Path("/var/tmp"), home)
@@ -71,7 +70,7 @@ class Lab:
         return [*map(str, marks), *ran]
 
 
-def programs(token: str) -> dict[str, bytes]:
+def programs(token):
     touch = (
         f'for place in "$HOME" "$PWD" /root /tmp /var/tmp; do : >"$place/canary-{token}"; done 2>/dev/null\n'
     )
@@ -87,7 +86,7 @@ def programs(token: str) -> dict[str, bytes]:
     }
 
 
-def baked() -> dict[str, bytes]:
+def baked():
     mn5 = load("mn5")
     base = BaseImage(name="imgkit.local/canary", platform="linux/amd64")
     manifest = Manifest(
@@ -101,7 +100,7 @@ def baked() -> dict[str, bytes]:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(tmp_path_factory):
     if not BUSYBOX.exists():
         pytest.skip("busybox is missing: apt-get install busybox-static")
     folder = tmp_path_factory.mktemp(f"canary-{secrets.token_hex(4)}")
@@ -129,8 +128,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     (folder / "one.tar").write_bytes(archive([], name=lab.name, raw=[first], config=config))
     try:
         docker("load", "--input", folder / "one.tar")
-        result = lab("sif", folder / "one.tar", "-o", lab.sif, "--no-test")
-        assert result.returncode == 0, result.stderr
+        expect_success(lab("sif", folder / "one.tar", "-o", lab.sif, "--no-test"))
         assert lab.executed() == []
         yield lab
     finally:
@@ -165,8 +163,7 @@ RUN = "run --detach --dry-run {} -A x --qos acc_debug --time 10m -- dist-train"
 def test_looking_runs_nothing_of_the_image(lab, line):
     since = docker("info", "--format", "{{.SystemTime}}")
     args = (lab.folder / argument if "." in argument else argument for argument in line.split())
-    result = lab(*(lab.name if argument == "NAME" else argument for argument in args))
-    assert result.returncode == 0, result.stderr
+    expect_success(lab(*(lab.name if argument == "NAME" else argument for argument in args)))
     assert lab.executed() == []
     assert started(lab, since) == ""
 
@@ -191,15 +188,14 @@ def test_a_test_of_an_image_in_the_engine_reaches_nothing(lab):
 
 @pytest.mark.parametrize(("host", "marks"), [((), False), (("--host",), True)])
 def test_a_shell_sees_the_home_folder_only_if_told(lab, host, marks):
-    result = lab("shell", lab.sif, *host, "--dry-run")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(lab("shell", lab.sif, *host, "--dry-run"))
     argv = shlex.split(result.stdout)
     argv[argv.index("shell")] = "exec"
     lab.run(*argv, "cat", "/dev/null")
     assert any("canary-" in line for line in lab.executed() if line.startswith("/")) is marks
 
 
-def started(lab: Lab, since: str) -> str:
+def started(lab, since):
     """The containers of the lab's images that ran since then."""
     until = docker("info", "--format", "{{.SystemTime}}")
     of = ("--filter", "event=start", "--filter", f"label=canary={lab.folder.name}")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import secrets
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from labkit import docker, output
 
 from imgkit_builder.image import context
-from imgkit_builder.image.context import BuildContext
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe.model import Constraints, CopyStep, Image, PipStep, Recipe, RunCommand
 from imgkit_entrypoints.cli.commands import COMMANDS
@@ -33,7 +31,7 @@ NASTY = {
 ODD = '/odd $x "q" it\'s \\b'
 
 
-def build(packed: BuildContext, tag: str) -> str:
+def build(packed, tag):
     """Build as the command line's classic builder does; its output."""
     with packed.open() as source:
         result = subprocess.run(
@@ -47,7 +45,7 @@ def build(packed: BuildContext, tag: str) -> str:
     return result.stdout.decode()
 
 
-def recipe(standin: str, code: Path, **image: object) -> Recipe:
+def recipe(standin, code, **image):
     values = {
         "base": standin,
         "pip": (PipStep(packages=("numpy>=1.26,<3",), options=("--no-index",)),),
@@ -72,13 +70,13 @@ def recipe(standin: str, code: Path, **image: object) -> Recipe:
     )
 
 
-def packed(recipe: Recipe) -> BuildContext:
+def packed(recipe):
     base = BaseImage(name=recipe.image.base, standin=True)
     return context.pack_context(recipe, base=base, platform="linux/amd64", revision="")
 
 
 @pytest.fixture(scope="module")
-def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def code(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nasty") / "code"
     (folder / "sub dir").mkdir(parents=True)
     (folder / "sub dir" / "a b.sh").write_text("#!/bin/sh\necho copied\n")
@@ -90,7 +88,7 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def image(standin: str, code: Path) -> Iterator[str]:
+def image(standin, code):
     """An image with every value that builders are known to mistake."""
     tag = f"imgkit-test-{secrets.token_hex(4)}:nasty"
     build(packed(recipe(standin, code)), tag)
@@ -98,7 +96,7 @@ def image(standin: str, code: Path) -> Iterator[str]:
     docker("image", "rm", tag)
 
 
-def inside(image: str, *argv: str) -> str:
+def inside(image, *argv):
     return output("docker", "run", "--rm", "--entrypoint", argv[0], image, *argv[1:])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from file_tree import write_files
@@ -41,7 +40,7 @@ FLAT = {**PACKAGE, "train.py": "", "data/x": ""}
 SRC = {f"src/{name}": text for name, text in PACKAGE.items()}
 
 
-def unpack_skeleton(project: Path, target: Path) -> None:
+def unpack_skeleton(project, target):
     """Write what the build would copy to the folder of the editable project."""
     pip = PipStep(project=project, editable="/workspace")
     recipe = Recipe(

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import ssl
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from labkit import ROOT, docker, host_address, imgkit, imgkit_json, output
@@ -20,7 +18,7 @@ TAG = f"{NAME}:latest"
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
+def index(tmp_path_factory):
     """A package index behind a private authority: its address as containers see it, and the certificate."""
     host = host_address()
     folder = tmp_path_factory.mktemp("index")
@@ -37,13 +35,13 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]
         yield f"https://{address}/simple", certificate
 
 
-def recipe(folder: Path, text: str) -> Path:
+def recipe(folder, text):
     file = folder / f"{NAME}.yaml"
     file.write_text(text)
     return file
 
 
-def inside(image: str, *commands: str) -> list[str]:
+def inside(image, *commands):
     """Run commands that print one line each in one container, and return the lines."""
     return output(
         "docker", "run", "--rm", "--entrypoint", "sh", image, "-c", "\n".join(commands)

@@ -6,11 +6,10 @@ import dataclasses
 import hashlib
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import docker, host_address, imgkit, imgkit_json
+from labkit import docker, expect_failure, expect_success, host_address, imgkit, imgkit_json
 from package_index import file_sha256, serve_folder, write_links, write_wheel
 
 from imgkit_builder.recipe import lock_file
@@ -40,7 +39,7 @@ DEBS = {
 }
 
 
-def deb(folder: Path, name: str, fields: str) -> Path:
+def deb(folder, name, fields):
     """A package whose script makes a user."""
     tree = folder / f"{name}-tree"
     (tree / "DEBIAN").mkdir(parents=True)
@@ -65,7 +64,7 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+def site(tmp_path_factory):
     """One Debian package in the archive, one in the snapshot service only, and an index of wheels."""
     folder = tmp_path_factory.mktemp("site")
     for path in ("debian/pool/main/i", f"{SNAPSHOT}/pool/main/i", "simple/imgkit-test-wheel"):
@@ -80,7 +79,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @pytest.fixture(scope="module")
-def base(site: Site, standin_notorch: str) -> Iterator[str]:
+def base(site, standin_notorch):
     """A base whose pip knows the index, and whose snapshot service is the server's."""
     host = site.url.rpartition(":")[0].removeprefix("http://")
     index = f"PIP_INDEX_URL={site.url}/simple PIP_TRUSTED_HOST={host}"
@@ -91,7 +90,7 @@ def base(site: Site, standin_notorch: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def recipe(site: Site, base: str, tmp_path: Path) -> Iterator[Path]:
+def recipe(site, base, tmp_path):
     """A recipe with its lock."""
     file = tmp_path / f"{NAME}.yaml"
     file.write_text(RECIPE)
@@ -100,7 +99,7 @@ def recipe(site: Site, base: str, tmp_path: Path) -> Iterator[Path]:
     docker("image", "rm", "--force", TAG)
 
 
-def locked(file: Path, site: Site, base: str) -> LockedPlatform:
+def locked(file, site, base):
     debs = []
     for name in sorted(DEBS):
         (path,) = site.folder.rglob(f"{name}_1.5_all.deb")
@@ -135,13 +134,13 @@ def locked(file: Path, site: Site, base: str) -> LockedPlatform:
     )
 
 
-def write(recipe: Path, part: LockedPlatform) -> None:
+def write(recipe, part):
     recipe.with_suffix(".lock").write_text(
         lock_file.render_lock(Lock(recipe=recipe.stem, imgkit="0.3.0", platforms=(part,)))
     )
 
 
-def in_image(script: str) -> list[str]:
+def in_image(script):
     return docker("run", "--rm", "--entrypoint", "sh", TAG, "-c", script).splitlines()
 
 
@@ -171,17 +170,18 @@ def test_kept_files_need_no_network(recipe, site, base):
         lock_files.mkdir()
         for file in (*site.folder.rglob("*_1.5_all.deb"), *site.folder.rglob("*.whl")):
             (lock_files / file.name).write_bytes(file.read_bytes())
-        result = imgkit("build", recipe, "--base", cut, "--no-test")
-        assert result.returncode == 0, result.stderr
+        result = expect_success(imgkit("build", recipe, "--base", cut, "--no-test"))
         assert "3 of them kept here" in result.stderr
         assert in_image("id -nu imgkit-test-needed; ls /opt/imgkit | grep locked || :") == [
             "imgkit-test-needed"
         ]
         with next(lock_files.glob("*.whl")).open("ab") as file:
             file.write(b"x")
-        result = imgkit("build", recipe, "--base", cut, "--no-test", "--no-cache")
-        assert result.returncode == 1
-        assert "imgkit_test_wheel-1.5-py3-none-any.whl: its sha256 is" in result.stderr
+        expect_failure(
+            imgkit("build", recipe, "--base", cut, "--no-test", "--no-cache"),
+            1,
+            "imgkit_test_wheel-1.5-py3-none-any.whl: its sha256 is",
+        )
     finally:
         docker("image", "rm", "--force", cut)
 
@@ -191,15 +191,19 @@ def test_vanished_or_other_package_is_named_with_its_line(recipe, site, base):
     part = locked(recipe, site, base)
     first, second = part.apt
     write(recipe, dataclasses.replace(part, apt=(first, dataclasses.replace(second, sha256="0" * 64))))
-    result = imgkit("build", recipe, "--base", base, "--no-test")
-    assert result.returncode == 4
-    assert f"{NAME}.yaml:4: step " in result.stderr
-    assert "snapshot service: imgkit-test-user_1.5_all.deb" in result.stderr
-    assert f"imgkit lock {NAME}.yaml --keep-files" in result.stderr
-    assert f"imgkit lock {NAME}.yaml --upgrade" in result.stderr
+    expect_failure(
+        imgkit("build", recipe, "--base", base, "--no-test"),
+        4,
+        f"{NAME}.yaml:4: step ",
+        "snapshot service: imgkit-test-user_1.5_all.deb",
+        f"imgkit lock {NAME}.yaml --keep-files",
+        f"imgkit lock {NAME}.yaml --upgrade",
+    )
     write(recipe, dataclasses.replace(part, pip=(dataclasses.replace(part.pip[0], sha256="0" * 64),)))
-    result = imgkit("build", recipe, "--base", base, "--no-test")
-    assert result.returncode == 4
-    assert f"{NAME}.yaml:6: step " in result.stderr
-    assert "DO NOT MATCH THE HASHES" in result.stderr
+    expect_failure(
+        imgkit("build", recipe, "--base", base, "--no-test"),
+        4,
+        f"{NAME}.yaml:6: step ",
+        "DO NOT MATCH THE HASHES",
+    )
     assert docker("image", "ls", "--quiet", TAG) == ""

@@ -7,11 +7,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import docker, host_address, imgkit, imgkit_json, output
+from labkit import docker, expect_failure, host_address, imgkit, imgkit_json, output
 from package_index import serve_folder, write_links, write_wheel
 
 pytestmark = pytest.mark.docker
@@ -36,7 +35,7 @@ RECIPE = "image:\n  base: registry.invalid/base:1\n  uv: {project: .}\n  args: {
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def index(tmp_path_factory):
     """An index of `WHEELS`: its address as containers and this machine see it."""
     folder = tmp_path_factory.mktemp("index")
     for name, requires in WHEELS.items():
@@ -46,7 +45,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://{address}"
 
 
-def project(folder: Path, index: str, package: str = "imgkit-test-upper") -> Path:
+def project(folder, index, package="imgkit-test-upper"):
     """Return the recipe of a project that needs `package`, which the real uv has locked."""
     text = PYPROJECT.replace("INDEX", index).replace("PACKAGE", package)
     (folder / "pyproject.toml").write_text(text)
@@ -59,7 +58,7 @@ def project(folder: Path, index: str, package: str = "imgkit-test-upper") -> Pat
     return file
 
 
-def installed() -> dict[str, str]:
+def installed():
     command = ["--entrypoint", "python3", TAG, "-m", "pip", "list", "--format=json"]
     packages = json.loads(docker("run", "--rm", *command).splitlines()[-1])
     return {package["name"]: package["version"] for package in packages}
@@ -81,20 +80,24 @@ def test_locked_packages_are_in_the_base(index, standin_notorch, tmp_path):
 
 def test_conflict_and_wrong_hash_name_the_line(index, standin, tmp_path):
     recipe = project(tmp_path, index, "imgkit-test-torchy")
-    result = imgkit("build", recipe, "--base", standin, "--no-test")
-    assert result.returncode == 4
-    assert f"{NAME}.yaml:3: step " in result.stderr
-    assert "torch: uv.lock has 1.5, but the base has 2." in result.stderr
-    assert "uv lock --upgrade-package 'torch==2." in result.stderr
+    expect_failure(
+        imgkit("build", recipe, "--base", standin, "--no-test"),
+        4,
+        f"{NAME}.yaml:3: step ",
+        "torch: uv.lock has 1.5, but the base has 2.",
+        "uv lock --upgrade-package 'torch==2.",
+    )
     recipe = project(tmp_path, index)
     lock = tmp_path / "uv.lock"
     lock.write_text(
         re.sub(r"(lower-1\.5\S+ hash = \"sha256:)[0-9a-f]{64}", rf"\g<1>{'0' * 64}", lock.read_text())
     )
-    result = imgkit("build", recipe, "--base", standin, "--no-test")
-    assert result.returncode == 4
-    assert f"{NAME}.yaml:3: step " in result.stderr
-    assert "THESE PACKAGES DO NOT MATCH THE HASHES" in result.stderr
+    expect_failure(
+        imgkit("build", recipe, "--base", standin, "--no-test"),
+        4,
+        f"{NAME}.yaml:3: step ",
+        "THESE PACKAGES DO NOT MATCH THE HASHES",
+    )
 
 
 def test_changed_project_is_refused(index, tmp_path):
@@ -102,9 +105,7 @@ def test_changed_project_is_refused(index, tmp_path):
     assert imgkit("check", recipe).returncode == 0
     pyproject = tmp_path / "pyproject.toml"
     pyproject.write_text(pyproject.read_text().replace("-upper", "-upper>=2"))
-    result = imgkit("check", recipe)
-    assert result.returncode == 2
-    assert "uv.lock is not up to date" in result.stderr
+    expect_failure(imgkit("check", recipe), 2, "uv.lock is not up to date")
 
 
 @pytest.mark.soak

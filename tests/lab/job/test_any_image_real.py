@@ -6,14 +6,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import site_images
-from labkit import IMGKIT, ROOT, Done, SlurmSite, expect_success, run, slurm_marks
-from remotekit import FarSite, far_host, login_node
+from labkit import IMGKIT, ROOT, SlurmSite, expect_failure, expect_success, run, slurm_marks, soak, split_line
+from remotekit import FarSite, far_host
 
 from imgkit_entrypoints import __version__
 
@@ -34,24 +33,24 @@ pytestmark = [*slurm_marks, pytest.mark.xdist_group("any-image")]
 class Site(SlurmSite):
     """A login node and two nodes, in the soak three."""
 
-    def imgkit(self, *args: object) -> Done:
+    def imgkit(self, *args):
         env = {name: str(self.state / name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
         env["BASH_FUNC_module%%"] = "() { :; }"
-        return self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *args, env=env)
+        return self("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *split_line(*args), env=env)
 
-    def submit(self, name: str, *args: object) -> str:
+    def submit(self, name, *args):
         image = name if "." in name else f"{name}.sif"
         chosen = CHOICES[name.partition(".")[0]]
         options = ("mn5", *SITE, "--image", image, *chosen, *args)
-        return expect_success(self.imgkit("run", "--detach", *options)).stdout.strip()
+        return expect_success(self.imgkit("run --detach", *options)).stdout.strip()
 
-    def record(self, job: str) -> str:
+    def record(self, job):
         file = self.state / f"XDG_STATE_HOME/imgkit/jobs/{job}.json"
         return str(json.loads(file.read_text())["bound_entry_points"])
 
 
 @pytest.fixture(scope="module")
-def site(standin: str, request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(standin, request):
     if os.geteuid() != 0 or shutil.which("mksquashfs") is None:
         pytest.skip("images with other Pythons are made by root with mksquashfs (squashfs-tools)")
     names = tuple(CHOICES) if request.config.getoption("--soak") else ("debian",)
@@ -73,13 +72,13 @@ def site(standin: str, request: pytest.FixtureRequest) -> Iterator[Site]:
 
 @pytest.mark.parametrize(
     "name",
-    ["debian", *(pytest.param(name, marks=pytest.mark.soak) for name in ("venv", "conda", "venv.sqsh"))],
+    ["debian", *soak("venv", "conda", "venv.sqsh")],
 )
 def test_image_of_a_site_runs_is_stopped_and_resumes(site, name):
     job = site.submit(name, "--", *COUNT, "60")
-    site.until(lambda: "starts at 0" in site.output_of(job), job)
-    site("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.until(lambda: "requeued" in site.output_of(job), job)
+    site.wait_for_text(job, "starts at 0")
+    site("scancel --batch --signal=USR1", job)  # as --signal=B:USR1@120 does
+    site.wait_for_text(job, "requeued")
     saved = re.search(r"state saved at step (\d+)", site.output_of(job))
     assert saved, site.output_of(job)
     site.start_again(job)
@@ -90,12 +89,10 @@ def test_image_of_a_site_runs_is_stopped_and_resumes(site, name):
     assert (site.folder / f"runs/mn5-{job}").is_dir()
 
 
-@pytest.mark.parametrize(
-    "name", ["debian.sqsh", *(pytest.param(name, marks=pytest.mark.soak) for name in ("debian", "venv"))]
-)
+@pytest.mark.parametrize("name", ["debian.sqsh", *soak("debian", "venv")])
 def test_node_without_a_mounted_folder_is_named(site, name):
     mounted = Path("/run/imgkit-only-node1")  # each node has a /run of its own
-    expect_success(site("exec", "node1", "--", "mkdir", "-p", mounted))
+    expect_success(site("exec node1 -- mkdir -p", mounted))
     job = site.submit(name, "--bind", mounted, "--", "dist-hello", *ONE)
     output = site.wait_for_end(job)
     assert f"ls: cannot access '{mounted}': No such file or directory" in output, output
@@ -113,7 +110,7 @@ system: {scheduler: slurm, runtime: {kind: pyxis}, node: {gpus: 0, cpus: 2}}
     "program",
     [
         pytest.param("singularity", marks=pytest.mark.singularity),
-        *(pytest.param(name, marks=pytest.mark.soak) for name in ("apptainer", "enroot")),
+        *soak("apptainer", "enroot"),
     ],
 )
 def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(site, program, tmp_path):
@@ -131,13 +128,17 @@ def test_sqsh_for_pyxis_is_looked_into_where_it_is_submitted(site, program, tmp_
     result = expect_success(run(*argv, "--", "dist-hello", folder=site.folder, env=env))
     assert f"/imgkit_entrypoints:/{site_images.SYSTEM}/imgkit_entrypoints:ro," in result.stdout
     assert "/usr/bin/python3 -I -m imgkit_entrypoints dist-hello" in result.stdout
-    refused = run(*argv, "--python", "/opt/none", "--", "dist-hello", folder=site.folder, env=env)
-    assert refused.returncode == 2
-    assert "found no Python in it: no program /opt/none" in refused.stderr
+    expect_failure(
+        run(*argv, "--python", "/opt/none", "--", "dist-hello", folder=site.folder, env=env),
+        2,
+        "found no Python in it: no program /opt/none",
+    )
     (tmp_path / program).unlink()
-    without_starter = run(*argv, "--python", "python3", "--", "dist-hello", folder=site.folder, env=env)
-    assert without_starter.returncode == 3
-    assert "nothing here starts a .sqsh" in without_starter.stderr
+    expect_failure(
+        run(*argv, "--python", "python3", "--", "dist-hello", folder=site.folder, env=env),
+        3,
+        "nothing here starts a .sqsh",
+    )
 
 
 def test_image_that_changed_after_the_submission_is_not_started(site):
@@ -146,7 +147,7 @@ def test_image_that_changed_after_the_submission_is_not_started(site):
     with image.open("ab") as stream:
         stream.write(b"another")
     try:
-        site("scontrol", "release", job)
+        site("scontrol release", job)
         output = site.wait_for_end(job)
     finally:
         os.truncate(image, image.stat().st_size - len(b"another"))
@@ -161,17 +162,12 @@ system: {scheduler: slurm, runtime: {kind: singularity, command: singularity}, n
 
 
 @pytest.fixture(scope="module")
-def far(site: Site) -> Iterator[FarSite]:
+def far(site):
     folder = Path(f"/tmp/imgkit-any-far-{os.getpid()}")
     with far_host(folder) as host:
         far_site = FarSite(far=host, cluster=site, folder=folder / "here", store=folder / "store")
-        far_site.folder.mkdir()
-        (far_site.folder / "site.yaml").write_text(RECIPE)
+        far_site.add_remote(RECIPE)
         shutil.copy(ROOT / "examples/save_and_resume.py", far_site.folder)
-        login_node(host, site)
-        expect_success(
-            far_site.imgkit("remote", "add", "far", f"far:{far_site.store}", "--recipe", "./site.yaml")
-        )
         yield far_site
 
 
@@ -185,10 +181,8 @@ def test_image_that_a_remote_has_runs_without_a_build(site, far):
     assert "finished at 5" in result.stdout
     assert "images" not in result.stderr
     assert list((far.store / "images").iterdir()) == []
-    refused = far.imgkit(*args, "--", *count)
-    assert refused.returncode == 2
-    assert "found no Python in it: no program python3" in refused.stderr
-    absent = far.imgkit("run", "--on", "far", "--image", "/none.sif", "--time", "5m", "--", *count)
+    expect_failure(far.imgkit(*args, "--", *count), 2, "found no Python in it: no program python3")
+    absent = far.imgkit("run --on far --image /none.sif --time 5m --", *count)
     assert "/none.sif does not exist or cannot be read on the remote" in absent.stderr
 
 
@@ -198,10 +192,12 @@ def test_sqsh_that_a_remote_has_runs(site, far):
     args = ("run", "--on", "far", "--image", site.folder / "venv.sqsh", *CHOICES["venv"], "--time", "5m")
     result = expect_success(far.imgkit(*args, "--nodes", "2", "--", "dist-hello", *ONE))
     assert "all_reduce of ones: 2" in result.stdout
-    refused = far.imgkit("run", site.folder / "venv.sqsh", "--on", "far", "--", "dist-hello")
-    assert refused.returncode == 2
-    assert "imgkit run sends a .sif, and this is a .sqsh" in refused.stderr
-    assert "--image PATH" in refused.stderr
+    expect_failure(
+        far.imgkit("run", site.folder / "venv.sqsh", "--on", "far", "--", "dist-hello"),
+        2,
+        "imgkit run sends a .sif, and this is a .sqsh",
+        "--image PATH",
+    )
 
 
 @pytest.mark.soak

@@ -7,13 +7,25 @@ import os
 import pty
 import shutil
 import signal
-import socket
 import subprocess
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from labkit import AS_ROOT, IMGKIT, TOKEN, docker, expect_success, imgkit, imgkit_json, run, until
+from file_tree import write_files
+from labkit import (
+    AS_ROOT,
+    IMGKIT,
+    TOKEN,
+    docker,
+    expect_failure,
+    expect_success,
+    imgkit,
+    imgkit_json,
+    run,
+    split_line,
+    until,
+)
+from remotekit import far_host, sshd
 
 WILLING = "trap 'echo asked; exit 7' TERM INT; echo works; while :; do sleep 0.1; done"
 DEAF = "trap '' TERM INT HUP; echo works; while :; do sleep 0.1; done"
@@ -22,7 +34,7 @@ pytestmark = pytest.mark.docker
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(tmp_path):
     """The recipe lambda without what this machine may not have: GPUs and a right to lock memory."""
     file = tmp_path / "one.yaml"
     options = "options: [--ipc=host, --network=host]"
@@ -30,12 +42,12 @@ def recipe(tmp_path: Path) -> Path:
     return file
 
 
-def argv(recipe: str | Path, image: str, folder: Path, *args: str) -> list[str]:
-    flags = ("run", recipe, "--image", image, "--directory", folder, *args)
+def argv(recipe, image, folder, *args):
+    flags = ("run", recipe, "--image", image, "--directory", folder, *split_line(*args))
     return [str(argument) for argument in (*IMGKIT, *flags)]
 
 
-def containers(folder: Path) -> list[str]:
+def containers(folder):
     """Those that have `folder` mounted."""
     result = run("docker", "ps", "--quiet", "--filter", f"volume={folder}")
     return result.stdout.split()
@@ -47,28 +59,9 @@ def test_words_and_exit_code_pass_through(standin_notorch, tmp_path):
     file.touch(mode=0o600)
     file.write_text(f"OTHER={TOKEN[::-1]}\n")
     note = "$(reboot) \"a\"  'b'"
-    result = run(
-        *argv(
-            "cpu",
-            standin_notorch,
-            tmp_path,
-            "--env",
-            f"NOTE={note}",
-            "--env",
-            "TOKEN",
-            "--env-file",
-            "tokens",
-            "--",
-            "sh",
-            "-c",
-            program,
-            "sh",
-            "a  b",
-            "*",
-        ),
-        env={"TOKEN": TOKEN},
-    )
-    assert result.returncode == 3, result.stderr
+    variables = ("--env TOKEN --env-file tokens --env", f"NOTE={note}")
+    command = argv("cpu", standin_notorch, tmp_path, *variables, "--", "sh", "-c", program, "sh", "a  b", "*")
+    result = expect_failure(run(*command, env={"TOKEN": TOKEN}), 3)
     assert result.stdout.endswith(f"{tmp_path}\n<{note}><{TOKEN}><{TOKEN[::-1]}><a  b><*>")
     # imgkit becomes the docker run that it prints, so these are its arguments.
     assert "imgkit: docker run " in result.stderr
@@ -89,9 +82,8 @@ def test_docker_runs_in_a_copy_of_the_code(mn5_image, tmp_path):
 
 
 def test_interactive_command_has_a_terminal(standin_notorch, tmp_path):
-    command = argv(
-        "cpu", standin_notorch, tmp_path, "-i", "--", "sh", "-c", "test -t 0 && test -t 1; exit $((5 + $?))"
-    )
+    program = "test -t 0 && test -t 1; exit $((5 + $?))"
+    command = argv("cpu", standin_notorch, tmp_path, "-i -- sh -c", program)
     child, terminal = pty.fork()
     if child == 0:
         os.execv(command[0], command)  # noqa: S606 - an argv list, no shell
@@ -103,9 +95,8 @@ def test_interactive_command_has_a_terminal(standin_notorch, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_ends_the_container(standin_notorch, tmp_path, number):
-    command = argv("cpu", standin_notorch, tmp_path, "--", "sh", "-c", WILLING)
+    command = argv("cpu", standin_notorch, tmp_path, "-- sh -c", WILLING)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
         while running.stdout.readline() != "works\n":
             assert running.poll() is None
         running.send_signal(number)
@@ -119,41 +110,16 @@ def test_signal_ends_the_container(standin_notorch, tmp_path, number):
 def test_mpirun_starts_containers(mn5_image, recipe, tmp_path, form):
     hello = ("--nproc", "2", "--", "dist-hello", "--device", "cpu")
     result = expect_success(
-        run(*argv(recipe, mn5_image, tmp_path, "--hosts", "localhost", *form, *hello), env=AS_ROOT)
+        run(*argv(recipe, mn5_image, tmp_path, "--hosts localhost", *form, *hello), env=AS_ROOT)
     )
     assert "all_reduce of ones: 2" in result.stdout
 
 
 @pytest.fixture
-def ssh(tmp_path: Path) -> Iterator[Mapping[str, str]]:
-    """An environment whose ``ssh`` reaches this machine under the names ``here`` and ``there``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for name in ("id", "hostkey"):
-        run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / name)
-    server = tmp_path / "sshd_config"
-    server.write_text(
-        f"Port {port}\nListenAddress 127.0.0.1\nHostKey {tmp_path}/hostkey\nUsePAM no\nStrictModes no\n"
-        f"AuthorizedKeysFile {tmp_path}/id.pub\nPermitRootLogin yes\nPidFile none\n"
-    )
-    config = tmp_path / "ssh_config"
-    config.write_text(
-        f"Host here there\n  HostName 127.0.0.1\n  Port {port}\n  IdentityFile {tmp_path}/id\n"
-        "  StrictHostKeyChecking no\n  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
-    )
-    program = tmp_path / "bin/ssh"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {config} "$@"\n')
-    program.chmod(0o755)
-    Path("/run/sshd").mkdir(exist_ok=True)  # sshd's own, made by its service where that runs
-    env = {**os.environ, "PATH": f"{program.parent}:{os.environ['PATH']}"}
-    with subprocess.Popen(["/usr/sbin/sshd", "-D", "-f", str(server)], stderr=subprocess.DEVNULL) as daemon:
-        try:
-            until(lambda: run("ssh", "here", "true", env=env).returncode == 0)
-            yield env
-        finally:
-            daemon.terminate()
+def ssh():
+    """Return an environment whose ``ssh`` reaches this machine under the names ``far`` and ``far2``."""
+    with far_host(Path(f"/tmp/imgkit-local-{os.getpid()}")) as host, sshd(host, "PermitRootLogin yes"):
+        yield {**os.environ, **host.env}
 
 
 @pytest.mark.cluster  # for sshd, and root
@@ -162,7 +128,7 @@ def test_ssh_starts_a_container(mn5_image, recipe, tmp_path, ssh):
     (tmp_path / "code/sent").touch()
     hello = ("--nproc", "2", "--code", str(tmp_path / "code"), "--", "dist-hello", "--device", "cpu")
     result = expect_success(
-        run(*argv(recipe, mn5_image, tmp_path, "--hosts", "here", "--mpi-start", "ssh", *hello), env=ssh)
+        run(*argv(recipe, mn5_image, tmp_path, "--hosts far --mpi-start ssh", *hello), env=ssh)
     )
     assert "all_reduce of ones: 2" in result.stdout
     assert len(list(tmp_path.glob("runs/one-*/workspace/sent"))) == 1
@@ -181,23 +147,11 @@ def test_end_of_the_fan_out_ends_containers(
     number,
     code,
 ):
-    command = argv(
-        recipe,
-        standin_notorch,
-        tmp_path,
-        "--hosts",
-        "here,there",
-        "--mpi-start",
-        "ssh",
-        "--",
-        "sh",
-        "-c",
-        program,
-    )
+    hosts = "--hosts far,far2 --mpi-start ssh -- sh -c"
+    command = argv(recipe, standin_notorch, tmp_path, hosts, program)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ssh) as running:
-        assert running.stdout is not None
         lines = {running.stdout.readline(), running.stdout.readline()}
-        assert lines == {"here: works\n", "there: works\n"}
+        assert lines == {"far: works\n", "far2: works\n"}
         running.send_signal(number)
         assert running.wait(120) == code
     until(lambda: not containers(tmp_path))
@@ -240,14 +194,12 @@ def test_sent_code_runs_or_is_refused(standin_notorch, tmp_path):
             f"src/{name}/__main__.py": f"import {name}; {name}.main()\n",
             "train.py": f"import {name}; {name}.main()\n",
         }
-        for file, text in files.items():
-            (tmp_path / name / file).parent.mkdir(parents=True, exist_ok=True)
-            (tmp_path / name / file).write_text(text)
+        write_files(tmp_path / name, files)
     try:
         imgkit_json("build", recipe, "--base", standin_notorch, "--no-test", "--tag", tag)
         imgkit_json("sif", tag, "-o", "two.sif", "--no-test", folder=tmp_path)
     finally:
-        docker("image", "rm", "--force", tag)
+        docker("image rm --force", tag)
     send, jobs = tmp_path / "send", tmp_path / "jobs"
     jobs.mkdir()
     shutil.copytree(tmp_path / "linked", send / "linked")
@@ -256,10 +208,12 @@ def test_sent_code_runs_or_is_refused(standin_notorch, tmp_path):
     commands = "run-linked; python3 -m linked; python3 /workspace/linked/train.py"
     result = imgkit(*job, send, "--", "sh", "-c", commands, folder=tmp_path)
     assert result.stdout == "new\nnew\nnew\n", result.stderr
-    refused = imgkit(*job, "copied", "--", "run-copied", folder=tmp_path)
-    assert refused.returncode == 2
-    assert "copied-project in /workspace, but the image runs its copy in site-packages" in refused.stderr
-    assert "set `editable: /workspace` in image.pip[1] of the recipe two" in refused.stderr
+    expect_failure(
+        imgkit(*job, "copied", "--", "run-copied", folder=tmp_path),
+        2,
+        "copied-project in /workspace, but the image runs its copy in site-packages",
+        "set `editable: /workspace` in image.pip[1] of the recipe two",
+    )
     config = tmp_path / "config/imgkit/remotes.toml"
     config.parent.mkdir(parents=True)
     config.write_text('[far]\naddress = "nobody@nowhere.invalid"\n')

@@ -6,11 +6,10 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, SLURMS, Done, SlurmSite
+from labkit import IMGKIT, SLURMS, SlurmSite
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slurm, pytest.mark.xdist_group("memory")]
 
@@ -32,7 +31,7 @@ HOLD = (
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def site(request: pytest.FixtureRequest) -> Iterator[SlurmSite]:
+def site(request):
     state, folder = Path(f"/tmp/imgkit-memory-{os.getpid()}"), Path(f"/tmp/imgkit-memory-jobs-{os.getpid()}")
     cluster = SlurmSite(state=state, folder=folder)
     folder.mkdir()
@@ -45,7 +44,7 @@ def site(request: pytest.FixtureRequest) -> Iterator[SlurmSite]:
         shutil.rmtree(folder)
 
 
-def run(site: SlurmSite, *args: str) -> Done:
+def run(site, *args):
     argv = (*IMGKIT, "run", "./lab.yaml", "--runtime", "host", *args)
     env = {"XDG_STATE_HOME": str(site.state / "state")}
     return site("exec", "login", "--cwd", site.folder, "--", *argv, env=env)

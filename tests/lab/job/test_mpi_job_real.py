@@ -9,12 +9,23 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import AS_ROOT, IMGKIT, LOOK, LOOKED, TOKEN, Cluster, Done, cluster_marks, expect_success, until
+from labkit import (
+    AS_ROOT,
+    IMGKIT,
+    LOOK,
+    LOOKED,
+    TOKEN,
+    Cluster,
+    cluster_marks,
+    expect_failure,
+    expect_success,
+    soak,
+    until,
+)
 
 FORMS = {"launcher": (), "direct": ("--mpi-start", "ranks"), "ssh": ("--mpi-start", "ssh")}
 HOSTS = ("--hosts", "node1,node2")
@@ -65,14 +76,14 @@ class Nodes(Cluster):
     sif: Path
 
     @property
-    def folder(self) -> Path:
+    def folder(self):
         """Where the jobs run; on the command line of everything that they start."""
         return self.state / "jobs"
 
-    def on(self, node: str, *args: str | Path) -> Done:
+    def on(self, node, *args):
         return self("exec", node, "--", *args, env={**AS_ROOT, "TOKEN": TOKEN})
 
-    def job(self, verb: str, *flags: str, command: Sequence[str], nproc: int = 2) -> tuple[str | Path, ...]:
+    def job(self, verb, *flags, command, nproc=2):
         image = ("--runtime", "singularity", "--image", self.sif, "--directory", self.folder)
         return (
             *IMGKIT,
@@ -89,22 +100,22 @@ class Nodes(Cluster):
             *command,
         )
 
-    def processes(self) -> list[str]:
+    def processes(self):
         """Processes of a job, on all nodes."""
         lines = self.ps("stat,args", "login", "node1", "node2")
         return [line for line in lines if str(self.folder) in line and not line.startswith("Z")]
 
-    def emptied(self) -> None:
+    def emptied(self):
         """Wait until nothing of a job is left."""
         until(lambda: not self.processes(), describe=lambda: "\n".join(self.processes()))
 
 
-TRIXIE = pytest.param("trixie", marks=pytest.mark.soak)
+(TRIXIE,) = soak("trixie")
 """Debian trixie's launchers: Open MPI 5 and MPICH."""
 
 
 @pytest.fixture(scope="module", params=["own", TRIXIE])
-def cluster(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
+def cluster(mn5_sif, request):
     nodes = Nodes(state=Path(f"/tmp/imgkit-test-mpi-{os.getpid()}"), sif=mn5_sif)
     nodes.up(2, "--no-slurm", release=request.param)
     nodes.folder.mkdir()
@@ -114,9 +125,7 @@ def cluster(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
         nodes.down()
 
 
-@pytest.mark.parametrize(
-    "form", ["launcher", *(pytest.param(form, marks=pytest.mark.soak) for form in ("direct", "ssh"))]
-)
+@pytest.mark.parametrize("form", ["launcher", *soak("direct", "ssh")])
 def test_hello_connects_all_ranks(cluster, form):
     result = expect_success(cluster.on("login", *cluster.job("run", *FORMS[form], command=("dist-hello",))))
     assert "all_reduce of ones: 4" in result.stdout
@@ -125,7 +134,7 @@ def test_hello_connects_all_ranks(cluster, form):
     cluster.emptied()
 
 
-@pytest.mark.parametrize("form", [pytest.param("launcher", marks=pytest.mark.soak), "ssh"])
+@pytest.mark.parametrize("form", [*soak("launcher"), "ssh"])
 def test_no_text_of_a_job_holds_its_secrets(cluster, form):
     shutil.copy(LOOK, cluster.folder)
     secret = cluster.folder / "by hand"
@@ -144,7 +153,7 @@ def test_no_text_of_a_job_holds_its_secrets(cluster, form):
     assert TOKEN not in result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("form", ["direct", pytest.param("ssh", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", ["direct", *soak("ssh")])
 def test_tutorial_programs_run_unchanged(cluster, form):
     text, command, nproc = TUTORIAL, ["python3"], 1
     if form == "ssh":
@@ -176,21 +185,24 @@ def test_printed_lines_of_torch_s_launcher_run(cluster):
     assert "all_reduce of ones: 2" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("form", ["launcher", "ssh", pytest.param("direct", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("form", ["launcher", "ssh", *soak("direct")])
 def test_host_without_a_mounted_folder_is_named(cluster, form):
     folder = "/run/imgkit only here"  # each node has a /run of its own
     assert cluster.on("node1", "mkdir", "-p", folder).returncode == 0
-    result = cluster.on("login", *cluster.job("run", *FORMS[form], "--bind", folder, command=("true",)))
-    assert result.returncode == 2, result.stderr
+    result = expect_failure(
+        cluster.on("login", *cluster.job("run", *FORMS[form], "--bind", folder, command=("true",))), 2
+    )
     output = result.stdout + result.stderr
     assert f"imgkit: node node2 has no {folder}, which the job mounts (--bind, " in output, output
     assert "node1 has no" not in output
 
 
 def test_other_order_than_mpirun_s_is_refused(cluster):
-    result = cluster.on("node2", *cluster.job("run", command=("dist-hello",)))
-    assert result.returncode == 2
-    assert "this is node2: mpirun gives rank 0 to its own host" in result.stderr
+    expect_failure(
+        cluster.on("node2", *cluster.job("run", command=("dist-hello",))),
+        2,
+        "this is node2: mpirun gives rank 0 to its own host",
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -201,7 +213,6 @@ def test_end_of_the_fan_out_empties_the_nodes(cluster, number):
     with subprocess.Popen(
         cluster.argv("exec", "login", "--", *job), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as running:
-        assert running.stdout is not None
         seen = 0
         for line in running.stdout:
             seen += " works" in line
@@ -219,8 +230,7 @@ def test_end_of_the_fan_out_empties_the_nodes(cluster, number):
 def test_hydra_without_a_head_is_refused_and_its_hint_works(cluster):
     start = ("mpiexec.hydra", "-hosts", "node1,node2", "-n", "2", "-ppn", "1", "-bind-to", "none")
     run = ("singularity", "exec", cluster.sif, "dist-hello", "--device", "cpu", "--nproc", "2")
-    refused = cluster.on("login", *start, *run)
-    assert refused.returncode == 5, refused.stdout + refused.stderr
+    refused = expect_failure(cluster.on("login", *start, *run), 5)
     assert "-genv IMGKIT_HEAD HOST" in refused.stdout + refused.stderr
     result = expect_success(cluster.on("login", *start, "-genv", "IMGKIT_HEAD", "node1", *run))
     assert "all_reduce of ones: 4" in result.stdout
@@ -238,7 +248,6 @@ def test_killed_node_agent_ends_hydra(cluster):
     run = ("dist-run", "--device", "cpu", "--nproc", "1", "--grace", "2", cluster.folder / "loop.py")
     argv = cluster.argv("exec", "login", "--", *start, "-genv", "IMGKIT_HEAD", "node1", *image, *run)
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as running:
-        assert running.stdout is not None
         seen = 0
         for line in running.stdout:
             seen += " works" in line

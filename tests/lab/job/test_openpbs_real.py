@@ -8,12 +8,11 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import Cluster, Done, cluster_marks, expect_success, until
+from labkit import Cluster, cluster_marks, expect_success, until
 
 SERVER = shutil.which("pbs_server", path=f"{os.environ['PATH']}:/usr/sbin:/opt/pbs/sbin:/usr/local/sbin")
 PREFIX = Path(SERVER or "/opt/pbs/sbin/pbs_server").resolve().parents[1]
@@ -75,18 +74,18 @@ class OpenPbs(Cluster):
     """imgkit for the ordinary user, who cannot enter every checkout."""
 
     @property
-    def work(self) -> Path:
+    def work(self):
         return self.state / "work"
 
-    def run(self, *args: str | Path) -> Done:
+    def run(self, *args):
         """A command of the ordinary user on the login node."""
         path = ("env", f"PATH={PREFIX}/bin:{os.environ['PATH']}")
         return self("exec", "--user", "login", "--cwd", self.work, "--", *path, *args)
 
-    def imgkit(self, *args: str | Path) -> Done:
+    def imgkit(self, *args):
         return self.run(self.program, *args)
 
-    def submit(self, *command: str, start: str = "pbsdsh", time: str = "5m") -> str:
+    def submit(self, *command, start="pbsdsh", time="5m"):
         options = ("--nodes", "2", "--gpus", "0", "--nproc", "1", "--time", time, "--pbs-start", start)
         result = expect_success(
             self.imgkit(
@@ -95,17 +94,17 @@ class OpenPbs(Cluster):
         )
         return result.stdout.strip()
 
-    def record_of(self, job: str) -> str:
+    def record_of(self, job):
         return self.run("qstat", "-x", "-f", job).stdout
 
-    def end(self, job: str) -> tuple[int, str]:
+    def end(self, job):
         """Exit status and output of a job, when it has ended."""
         until(lambda: "job_state = F" in self.record_of(job), describe=lambda: self.record_of(job))
         (code,) = re.findall(r"Exit_status = (-?\d+)", self.record_of(job))
         files = self.work.glob(f"*.[oe]{job.partition('.')[0]}")
         return int(code), "".join(file.read_text() for file in sorted(files))
 
-    def waiting(self, start: str) -> str:
+    def waiting(self, start):
         """A job whose two workers wait for the file ``go``."""
         (self.work / "go").unlink(missing_ok=True)
         (self.work / "waits.py").write_text(WAITS)
@@ -114,20 +113,20 @@ class OpenPbs(Cluster):
         assert "job_state = R" in self.record_of(job), self.end(job)
         return job
 
-    def workers(self) -> list[str]:
+    def workers(self):
         return [line for line in self.processes() if line.endswith("waits.py") and "dist-run" not in line]
 
-    def processes(self) -> list[str]:
+    def processes(self):
         """Processes of the jobs' user, on both nodes."""
         lines = self.ps("user:16,args", "node1", "node2")
         return [line for line in lines if line.startswith("researcher ")]
 
-    def emptied(self) -> None:
+    def emptied(self):
         until(lambda: not self.processes(), describe=lambda: "\n".join(self.processes()))
 
 
 @pytest.fixture(scope="module")
-def pbs(mn5_sif: Path, public_imgkit: Path) -> Iterator[OpenPbs]:
+def pbs(mn5_sif, public_imgkit):
     cluster = OpenPbs(state=Path(f"/tmp/imgkit-openpbs-{os.getpid()}"), sif=mn5_sif, program=public_imgkit)
     cluster.up(2, "--no-slurm")
     try:

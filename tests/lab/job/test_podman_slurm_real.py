@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,11 +47,11 @@ class Site(SlurmSite):
     image: str
 
     @property
-    def podman(self) -> dict[str, str]:
+    def podman(self):
         names = {"CONTAINERS_STORAGE_CONF": "storage.conf", "CONTAINERS_CONF": "containers.conf"}
         return {name: str(self.folder / file) for name, file in names.items()}
 
-    def submit(self, *args: str) -> str:
+    def submit(self, *args):
         env = {**self.podman, **{f"XDG_{name}_HOME": str(self.state / name) for name in ("STATE", "CACHE")}}
         job = ("run", "--detach", "site.yaml", "--image", self.image, "--nodes", "2", "--time", "15m", *args)
         result: Done = expect_success(
@@ -60,14 +59,14 @@ class Site(SlurmSite):
         )
         return result.stdout.strip()
 
-    def processes(self) -> list[str]:
+    def processes(self):
         return [
             row for row in self.ps("args", "node1", "node2") if re.search("imgkit_entry|conmon|podman ", row)
         ]
 
 
 @pytest.fixture(scope="module")
-def site(standin: str) -> Iterator[Site]:
+def site(standin):
     if os.geteuid() != 0 or shutil.which("crun") is None:
         pytest.skip("Podman on virtual nodes needs root and crun: apt-get install crun")
     cluster = Site(
@@ -98,7 +97,7 @@ def site(standin: str) -> Iterator[Site]:
         shutil.rmtree(cluster.folder)
 
 
-def _configure(folder: Path, *, data: object, run: object, stores: str, runtime: str) -> None:
+def _configure(folder, *, data, run, stores, runtime):
     (folder / "storage.conf").write_text(STORAGE.format(data=data, run=run, stores=stores))
     (folder / "containers.conf").write_text(CONTAINERS.format(tmp=f"{run}/tmp", runtime=runtime))
 

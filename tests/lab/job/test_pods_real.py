@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,16 +45,16 @@ class Pods(Cluster):
     started: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
-    def volume(self) -> Path:
+    def volume(self):
         """What the pods keep: the place of their persistent volume."""
         return self.state / "volume"
 
     @property
-    def secret(self) -> Path:
+    def secret(self):
         """A folder as a mounted Secret: links, and a file that the pod's group may read."""
         return self.state / "kubelet"
 
-    def mount_secret(self) -> None:
+    def mount_secret(self):
         """Make that folder."""
         (self.secret / "..2026").mkdir(parents=True)
         (self.secret / "..2026/secret").write_bytes(bytes(range(32)))
@@ -63,13 +62,13 @@ class Pods(Cluster):
         (self.secret / "..data").symlink_to("..2026")
         (self.secret / "secret").symlink_to("..data/secret")
 
-    def resolve(self, name: str) -> None:
+    def resolve(self, name):
         """Make `name` resolve to node1 on every node."""
         for node in ("node1", "node2", "node3"):
             line = f"echo 10.42.0.11 {name} >> /etc/hosts"
             assert self("exec", node, "--", "sh", "-c", line).returncode == 0
 
-    def start(self, node: str, command: Sequence[str], env: Mapping[str, str]) -> None:
+    def start(self, node, command, env):
         """Start a pod there, with these variables and no other."""
         variables = [argument for pair in env.items() for argument in ("--env", "=".join(pair))]
         mounts = ["--bind", self.volume]
@@ -84,7 +83,7 @@ class Pods(Cluster):
                 stderr=log,
             )
 
-    def codes(self) -> list[int]:
+    def codes(self):
         """Exit codes of all pods, after their end."""
         try:
             return [pod.wait(timeout=300) for pod in self.started.values()]
@@ -92,16 +91,16 @@ class Pods(Cluster):
             for pod in self.started.values():
                 pod.kill()
 
-    def log(self, node: str) -> Path:
+    def log(self, node):
         return self.state / f"{node}.log"
 
-    def output(self) -> str:
+    def output(self):
         """What all of them have said so far."""
         return "".join(path.read_text() for path in sorted(self.state.glob("node*.log")))
 
 
 @pytest.fixture(scope="module")
-def nodes(mn5_sif: Path) -> Iterator[Pods]:
+def nodes(mn5_sif):
     cluster = Pods(state=Path(f"/tmp/imgkit-test-pods-{os.getpid()}"), sif=mn5_sif)
     cluster.up(3, "--no-slurm", "--no-ssh")
     cluster.volume.mkdir()
@@ -111,14 +110,14 @@ def nodes(mn5_sif: Path) -> Iterator[Pods]:
 
 
 @pytest.fixture
-def pods(nodes: Pods) -> Pods:
+def pods(nodes):
     for node in ("node1", "node2", "node3"):
         nodes.log(node).unlink(missing_ok=True)
     nodes.started.clear()
     return nodes
 
 
-def written(pods: Pods, kind: str, *args: str) -> tuple[list[str], dict[str, str]]:
+def written(pods, kind, *args):
     """Command and variables of each pod, as ``imgkit run rcp`` writes them in the form `kind`.
 
     A client can follow the form.
@@ -140,7 +139,7 @@ def written(pods: Pods, kind: str, *args: str) -> tuple[list[str], dict[str, str
     return pod["args"], {entry["name"]: entry.get("value", "") for entry in pod["env"]}
 
 
-def operator_v1(head: str, rank: int) -> dict[str, str]:
+def operator_v1(head, rank):
     """The variables that the RunAI tutorials expect: WORLD_SIZE counts pods."""
     return {
         **{"PYTHONUNBUFFERED": "0", "RANK": str(rank), "WORLD_SIZE": "2"},
@@ -148,13 +147,13 @@ def operator_v1(head: str, rank: int) -> dict[str, str]:
     }
 
 
-def operator_v1_later(head: str, rank: int) -> dict[str, str]:
+def operator_v1_later(head, rank):
     """WORLD_SIZE counts processes."""
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "2", "PET_STANDALONE": ""}
     return {**operator_v1(head, rank), "WORLD_SIZE": "4", **pet}
 
 
-def trainer_v2(head: str, rank: int) -> dict[str, str]:
+def trainer_v2(head, rank):
     """No RANK and no WORLD_SIZE."""
     return {
         **{"PET_NNODES": "2", "PET_NODE_RANK": str(rank), "PET_NPROC_PER_NODE": "auto"},
@@ -170,9 +169,7 @@ VINTAGES = {
 }
 
 
-def start_two(
-    pods: Pods, vintage: tuple[str, Callable[[str, int], dict[str, str]]], name: str, *command: str
-) -> None:
+def start_two(pods, vintage, name, *command):
     kind, operator = vintage
     required = () if kind.startswith("runai") else ("--require-secret",)  # its clients mount no Secret
     argv, env = written(pods, kind, *required, "--name", name, "--nodes", "2", "--nproc", "2", "--", *command)
@@ -181,7 +178,7 @@ def start_two(
         pods.start(node, argv, pod_env)
 
 
-def wait_for_text(pods: Pods, count: int, text: str) -> None:
+def wait_for_text(pods, count, text):
     """Wait for `text` to have been said `count` times."""
     until(
         lambda: pods.output().count(text) >= count,
@@ -227,7 +224,7 @@ def test_spare_pod_takes_over_from_a_lost_one(pods):
     )
     pods.resolve(f"{name}-master-0")
 
-    def start(index: int) -> None:
+    def start(index):
         operator = {**operator_v1_later(f"{name}-master-0", index), "WORLD_SIZE": "3", "PET_NNODES": "3"}
         pods.start(f"node{index + 1}", argv, {**env, **operator})
 

@@ -6,14 +6,12 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from labkit import (
     PYXIS,
-    Done,
     SlurmSite,
     docker,
     expect_success,
@@ -66,7 +64,7 @@ class Site(SlurmSite):
     mounts: bool
     """Whether pyxis mounts images by squashfuse instead of unpacking them."""
 
-    def imgkit(self, *args: object, env: Mapping[str, str] | None = None, typed: str = "") -> Done:
+    def imgkit(self, *args, env=None, typed=""):
         user = {"HOME": str(self.state / "home/researcher"), "USER": "researcher", "SHELL": "/bin/bash"}
         as_user = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
         argv = (*imgkit_as(as_user, {**user, **(env or {})})[len(as_user) :], *map(str, args))
@@ -74,25 +72,25 @@ class Site(SlurmSite):
             argv = ("script", "-qec", shlex.join(argv), "/dev/null")
         return run(*as_user, *argv, stdin=typed, folder="/")
 
-    def submit(self, *args: object, env: Mapping[str, str] | None = None) -> str:
+    def submit(self, *args, env=None):
         result = expect_success(self.imgkit("run", "--detach", *args, env=env))
         return result.stdout.strip()
 
-    def run_to_end(self, *args: object, env: Mapping[str, str] | None = None) -> str:
+    def run_to_end(self, *args, env=None):
         return self.wait_for_end(self.submit(*args, env=env))
 
-    def end_of(self, job: str) -> str:
+    def end_of(self, job):
         """State and exit code of a job."""
         record = self("scontrol", "show", "job", job).stdout
         return " ".join(re.findall(r"\b(?:JobState|ExitCode)=(\S+)", record))
 
-    def processes(self) -> list[str]:
+    def processes(self):
         """Processes of the user on the nodes."""
         return [row for row in self.ps("user:16,args", "node1", "node2") if row.startswith("researcher ")]
 
 
 @pytest.fixture(scope="module")
-def folder(standin: str) -> Iterator[Path]:
+def folder(standin):
     """A folder that every user can enter, with the recipe and its .sqsh."""
     shared, tag = public_folder("pyxis"), f"imgkit-test-pyxis-{os.getpid()}:1"
     (shared / "site.yaml").write_text(RECIPE)
@@ -107,7 +105,7 @@ def folder(standin: str) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["unpacked", "squashfuse"])
-def site(folder: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(folder, request):
     state = Path(f"/tmp/imgkit-pyxis-lab-{os.getpid()}")
     jobs = folder / f"mounts-{request.param}"  # the next cluster counts its jobs from 1 again
     jobs.mkdir()
@@ -142,7 +140,7 @@ def test_both_nodes_meet_whatever_a_hook_has_set(site):
     assert sorted(re.findall(r"^node_rank +(\d)", plan, re.MULTILINE)) == ["0", "1"], plan
 
 
-def losses(output: str) -> dict[str, str]:
+def losses(output):
     return dict(re.findall(r"step +(\d+)/\d+ +loss (\S+)", output))
 
 
@@ -234,7 +232,7 @@ def test_enroot_alone_starts_it(site):
 
 
 @pytest.fixture(scope="module")
-def foreign(folder: Path, standin: str) -> Path:
+def foreign(folder, standin):
     """A .sqsh that imgkit did not write, without devices, as `enroot import` leaves them out."""
     image = folder / "foreign.sqsh"
     container = output("docker", "create", standin, "true").strip()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, SLURMS, Cluster, Done, expect_success, slurm_marks
+from labkit import IMGKIT, SLURMS, Cluster, expect_success, slurm_marks
 
 pytestmark = [*slurm_marks, pytest.mark.xdist_group("submit")]
 SITE = ("mn5", "-A", "bsc98", "--qos", "acc_debug", "--time", "10m")
@@ -33,14 +32,14 @@ for step in range(1, 9):
 class Login(Cluster):
     """The login node of three nodes, in the folder of the jobs."""
 
-    def scaling(self, folder: Path, *args: str) -> Done:
+    def scaling(self, folder, *args):
         env = {"XDG_STATE_HOME": str(folder / "state"), "BASH_FUNC_module%%": "() { :; }"}
         argv = ("scaling", *SITE, "--nodes", *args)
         return self("exec", "login", "--cwd", folder, "--", *IMGKIT, *argv, env=env, timeout_s=400)
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def login(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[tuple[Login, Path]]:
+def login(mn5_sif, request):
     cluster, folder = (
         Login(state=Path(f"/tmp/imgkit-scaling-{os.getpid()}")),
         Path(f"/tmp/scaling {os.getpid()}"),

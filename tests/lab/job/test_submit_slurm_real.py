@@ -7,7 +7,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +20,12 @@ from labkit import (
     ROOT,
     SLURMS,
     TOKEN,
-    Done,
     SlurmSite,
     expect_success,
     output,
     slurm_marks,
+    soak,
+    split_line,
     until,
 )
 
@@ -45,33 +45,43 @@ pytestmark = [*slurm_marks, pytest.mark.xdist_group("submit")]
 class Site(SlurmSite):
     """A login node and three nodes; the folder has a blank in its name."""
 
-    def cluster(self, *args: str | Path, typed: str = "") -> Done:
+    def cluster(self, *args, typed=""):
         # The function is what a site's login shell hands on to jobs.
         env = {"XDG_STATE_HOME": str(self.state / "state"), "BASH_FUNC_module%%": '() { echo "module $*"; }'}
         env["TOKEN"] = TOKEN
         env["SHELL"] = "/bin/bash"  # `script` starts it; dash would lose the function
         return self(*args, env=env, stdin=typed)
 
-    def imgkit(self, *args: str) -> Done:
+    def imgkit(self, *args):
         """Run imgkit on the login node, in the jobs' folder."""
-        return self.cluster("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *args)
+        return self.cluster("exec login --cwd", self.folder, "--", *IMGKIT, *split_line(*args))
 
-    def submit(self, *args: str) -> str:
-        result = expect_success(self.imgkit("run", "--detach", "mn5", *SITE, *args))
+    def submit(self, *args):
+        result = expect_success(self.imgkit("run --detach mn5", *SITE, *split_line(*args)))
         return result.stdout.strip()
 
-    def run_to_end(self, *args: str) -> str:
+    def record(self, job):
+        """Return what Slurm knows of a job."""
+        return self.cluster("scontrol show job", job).stdout
+
+    def requeue(self, job):
+        """Requeue a job by hand, and wait for its next end."""
+        self.cluster("scontrol requeue", job)
+        self.start_again(job)
+        self.wait_for_end(job)
+
+    def run_to_end(self, *args):
         """Return all that a job prints."""
         return self.wait_for_end(self.submit(*args))
 
-    def processes(self, *nodes: str) -> list[str]:
+    def processes(self, *nodes):
         """Processes of a run, on these nodes."""
         lines = self.ps("args", *nodes)
         return [line for line in lines if re.search(r"imgkit_entrypoints|torch|save_and", line)]
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def site(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(mn5_sif, request):
     cluster = Site(
         state=Path(f"/tmp/imgkit-submit-{os.getpid()}"), folder=Path(f"/tmp/imgkit jobs {os.getpid()}")
     )
@@ -92,31 +102,20 @@ def site(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     ("command", "result"),
     [
         (("dist-hello", *CPU), "all_reduce of ones: 4"),
-        pytest.param(
-            *(("dist-pi", *ONE), "error [0-9.]+e-1[2-9], 100000000 intervals, 2 ranks"),
-            id="dist-pi",
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            *(("dist-train", *ONE, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 2 ranks"),
-            id="dist-train",
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            *(("dist-bench", *ONE, "--max", "64K", "--iters", "5"), r"all_reduce \w+ sum, 2 ranks, gloo"),
-            id="dist-bench",
-            marks=pytest.mark.soak,
-        ),
-        pytest.param(
-            *(("dist-bench", *CPU), r"all_reduce \w+ sum, 4 ranks, gloo"),
-            id="dist-bench as it is by default",
-            marks=pytest.mark.soak,
+        *(
+            pytest.param(*row, marks=pytest.mark.soak)
+            for row in (
+                (("dist-pi", *ONE), "error [0-9.]+e-1[2-9], 100000000 intervals, 2 ranks"),
+                (("dist-train", *ONE, "--steps", "100"), r"loss 2\d\.\d+ -> 0\.00\d+, 2 ranks"),
+                (("dist-bench", *ONE, "--max", "64K", "--iters", "5"), r"all_reduce \w+ sum, 2 ranks, gloo"),
+                (("dist-bench", *CPU), r"all_reduce \w+ sum, 4 ranks, gloo"),  # as it is by default
+            )
         ),
     ],
     ids=lambda part: part[0] if isinstance(part, tuple) else "",
 )
 def test_submitted_command_runs_on_two_nodes(site, command, result):
-    job_output = site.run_to_end("--nodes", "2", "--", *command)
+    job_output = site.run_to_end("--nodes 2 --", *command)
     assert job_output.startswith("module load singularity\n")
     assert "no secret is set: any program" not in job_output
     assert re.search(result, job_output), job_output
@@ -147,7 +146,7 @@ def test_system_of_ones_own_reaches_srun_and_the_nodes(site):
         site.cluster("exec", node, "--", "sh", "-c", hosts)
     args = ("run", "--detach", "./own.yaml", *SITE, "--image", "mn5.sif", "--nodes", "2", "--name", "own")
 
-    def run_to_end(*command: str) -> str:
+    def run_to_end(*command):
         result = expect_success(site.imgkit(*args, *command))
         job = result.stdout.strip()
         site.wait_for_end(job)
@@ -193,18 +192,18 @@ def test_job_whose_id_a_site_hides_is_named_by_the_scheduler(site):
     wrapper.chmod(0o755)
     path = f"PATH={wrapper.parent}:{os.environ['PATH']}"
     args = ("run", "--detach", "mn5", *SITE, "--name", "hidden", "--option=--hold", "--", "dist-hello")
-    result = site.cluster("exec", "login", "--cwd", site.folder, "--", "env", path, *IMGKIT, *args)
+    result = site.cluster("exec login --cwd", site.folder, "--", "env", path, *IMGKIT, *args)
     try:
         assert (result.returncode, result.stdout) == (4, "")
         match = re.search(r"(unknown-\w+): .* slurm printed '(\d+)\\nThank you'\n", result.stderr)
         assert match, result.stderr
         assert "squeue --me shows the job hidden with its id" in result.stderr
-        queued = site.cluster("squeue", "--me", "--noheader", "--format=%A %j").stdout
+        queued = site.cluster("squeue --me --noheader", "--format=%A %j").stdout
         assert f"{match[2]} hidden\n" in queued
         assert site.imgkit("cancel", match[1]).returncode == 4
         assert match[1] in site.imgkit("runs").stdout
     finally:
-        site.cluster("scancel", "--name", "hidden")
+        site.cluster("scancel --name hidden")
 
 
 def test_values_arrive_as_they_were_typed(site):
@@ -219,7 +218,7 @@ def test_values_arrive_as_they_were_typed(site):
 
 def test_no_text_of_a_job_holds_its_secrets(site):
     shutil.copy(LOOK, site.folder)
-    job = site.submit("--nodes", "2", "--env", "TOKEN", "--require-secret", "--", "dist-run", *ONE, LOOK.name)
+    job = site.submit("--nodes 2 --env TOKEN --require-secret -- dist-run", *ONE, LOOK.name)
     job_output = site.wait_for_end(job)
     assert LOOKED.findall(job_output) == [("['0600 32']", "[]")] * 2, job_output
     assert list((site.folder / f"runs/mn5-{job}").glob(".imgkit-secret*")) == []
@@ -237,23 +236,28 @@ def test_no_text_of_a_job_holds_its_secrets(site):
     assert not any(TOKEN in text for text in (*slurm_texts, *records, job_output))
 
 
-def stopped_and_requeued(site: Site, job: str) -> str:
+def stopped_and_requeued(site, job):
     """Ask `job` to stop, as Slurm does before its time is over, and have it start again; the step saved."""
-    site.cluster("scancel", "--batch", "--signal=USR1", job)  # as --signal=B:USR1@120 does
-    site.until(lambda: "requeued" in site.output_of(job), job)
-    saved = re.search(r"state saved at step (\d+)", site.output_of(job))
-    assert saved is not None, site.output_of(job)
+    site.cluster("scancel --batch --signal=USR1", job)  # as --signal=B:USR1@120 does
+    site.wait_for_text(job, "requeued")
+    step = saved_step(site, job)
     site.start_again(job)
-    return saved[1]
+    return step
+
+
+def saved_step(site, job, message=r"state saved at step (\d+)"):
+    match = re.search(message, site.output_of(job))
+    assert match, site.output_of(job)
+    return match[1]
 
 
 def test_job_asked_to_stop_is_requeued_and_finishes(site):
     # As an ordinary user: there a process of the step serves the image's files, and must not be signalled.
-    cluster = site.imgkit("run", "--dry-run", "mn5", *SITE, "--nodes", "2", "--", *COUNT, "400")
+    cluster = site.imgkit("run --dry-run mn5", *SITE, "--nodes", "2", "--", *COUNT, "400")
     (site.folder / "job.sh").write_text(cluster.stdout)
-    submitted = expect_success(site.cluster("--user", "sbatch", "--parsable", site.folder / "job.sh"))
+    submitted = expect_success(site.cluster("--user sbatch --parsable", site.folder / "job.sh"))
     job = submitted.stdout.strip()
-    site.until(lambda: "starts at 0" in site.output_of(job), job)
+    site.wait_for_text(job, "starts at 0")
     saved = stopped_and_requeued(site, job)
     site.wait_for_end(job)
     assert f"starts at {saved}\n" in site.output_of(job)
@@ -261,37 +265,27 @@ def test_job_asked_to_stop_is_requeued_and_finishes(site):
     assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
 
 
-def job_record(site: Site, job: str) -> str:
-    """What Slurm knows of a job that is done."""
-    return site.cluster("scontrol", "show", "job", job).stdout
-
-
 @pytest.mark.soak
 def test_file_of_a_person_keeps_the_job_from_going_on(site):
-    job = site.submit("--nodes", "2", "--", *COUNT, "200")
+    job = site.submit("--nodes 2 --", *COUNT, "200")
     stop = site.folder / f"runs/mn5-{job}/stop"
-    site.until(lambda: "starts at 0" in site.output_of(job), job)
+    site.wait_for_text(job, "starts at 0")
     stop.touch()
     site.wait_for_end(job)
-    saved = re.search(r"state saved at step (\d+)", site.output_of(job))
-    assert saved is not None, site.output_of(job)
-    assert "ExitCode=0:0" in job_record(site, job)
+    saved = saved_step(site, job)
+    assert "ExitCode=0:0" in site.record(job)
     assert "requeued" not in site.output_of(job)
     assert stop.exists()
 
-    site.cluster("scontrol", "requeue", job)
-    site.start_again(job)
-    site.wait_for_end(job)
+    site.requeue(job)
     assert f"{stop}: this file prevents the run from starting" in site.output_of(job)
     assert f"rm '{stop}'" in site.output_of(job)
-    assert "JobState=FAILED" in job_record(site, job), job_record(site, job)
+    assert "JobState=FAILED" in site.record(job), site.record(job)
     assert site.output_of(job).count("starts at") == 1
 
     stop.unlink()
-    site.cluster("scontrol", "requeue", job)
-    site.start_again(job)
-    site.wait_for_end(job)
-    assert f"starts at {saved[1]}\n" in site.output_of(job)
+    site.requeue(job)
+    assert f"starts at {saved}\n" in site.output_of(job)
     assert "finished at 200" in site.output_of(job)
 
 
@@ -309,15 +303,15 @@ while not (stop / "stop").exists():
 
 def test_job_without_progress_is_not_requeued_again(site):
     (site.folder / "stuck.py").write_text(STUCK)
-    job = site.submit("--nodes", "2", "--", "dist-run", *ONE, "stuck.py")
-    site.until(lambda: site.output_of(job).count("waits") == 2, job)
+    job = site.submit("--nodes 2 -- dist-run", *ONE, "stuck.py")
+    site.wait_for_text(job, "waits", 2)
     assert stopped_and_requeued(site, job) == "7"
-    site.until(lambda: site.output_of(job).count("waits") == 4, job)
-    site.cluster("scancel", "--batch", "--signal=USR1", job)
+    site.wait_for_text(job, "waits", 4)
+    site.cluster("scancel --batch --signal=USR1", job)
     site.wait_for_end(job)
     message = f"state saved ({job}.0 7) where it was at the last start: not requeued"
     assert site.output_of(job).count(message) == 1, site.output_of(job)
-    assert "ExitCode=85:0" in job_record(site, job)
+    assert "ExitCode=85:0" in site.record(job)
 
 
 BY_TORCHRUN = (
@@ -342,42 +336,41 @@ print(f"finished at {run.step}")
 @pytest.mark.soak
 def test_job_of_plain_torchrun_is_requeued_by_the_library(site):
     (site.folder / "library.py").write_text(LIBRARY)
-    job = site.submit("--nodes", "2", "--gpus", "0", "--", "sh", "-c", *BY_TORCHRUN)
-    site.until(lambda: "starts at 0" in site.output_of(job), job)
-    site.cluster("scancel", "--batch", "--signal=USR1", job)
-    site.until(lambda: "requeued" in site.output_of(job), job)
-    saved = re.search(r"the state of step (\d+) is saved", site.output_of(job))
-    assert saved is not None, site.output_of(job)
+    job = site.submit("--nodes 2 --gpus 0 -- sh -c", *BY_TORCHRUN)
+    site.wait_for_text(job, "starts at 0")
+    site.cluster("scancel --batch --signal=USR1", job)
+    site.wait_for_text(job, "requeued")
+    saved = saved_step(site, job, r"the state of step (\d+) is saved")
     site.start_again(job)
     site.wait_for_end(job)
-    assert f"starts at {saved[1]}\n" in site.output_of(job)
+    assert f"starts at {saved}\n" in site.output_of(job)
     assert "finished at 200" in site.output_of(job)
-    assert "ExitCode=0:0" in job_record(site, job)
+    assert "ExitCode=0:0" in site.record(job)
 
 
 @pytest.mark.soak
 def test_job_that_slurm_ends_at_its_limit_is_not_requeued(site):
-    job = site.submit("--nodes", "2", "--time", "1m", "--", "dist-run", *ONE, "--grace", "60", "stuck.py")
-    site.until(lambda: site.output_of(job).count("waits") == 2, job)
+    job = site.submit("--nodes 2 --time 1m -- dist-run", *ONE, "--grace", "60", "stuck.py")
+    site.wait_for_text(job, "waits", 2)
     until(lambda: not site.is_queued(job), within_s=240, describe=lambda: site.output_of(job))
-    assert "JobState=TIMEOUT" in job_record(site, job), job_record(site, job)
+    assert "JobState=TIMEOUT" in site.record(job), site.record(job)
     assert "requeued" not in site.output_of(job)
 
 
 def test_folder_that_another_user_planted_is_refused(site):
-    job = site.submit("--option=--hold", "--", "dist-hello", *ONE)
+    job = site.submit("--option=--hold -- dist-hello", *ONE)
     planted = site.folder / f"runs/mn5-{job}"
     planted.mkdir()
     os.chown(planted, 12345, 12345)
-    site.cluster("scontrol", "release", job)
+    site.cluster("scontrol release", job)
     assert f"imgkit: {planted} is a link or another user's folder\n" in site.wait_for_end(job)
-    assert "ExitCode=2:0" in job_record(site, job)
+    assert "ExitCode=2:0" in site.record(job)
     assert list(planted.iterdir()) == []
 
 
 def test_cancelled_job_is_not_requeued(site):
-    job = site.submit("--nodes", "2", "--", *COUNT, "6000")
-    site.until(lambda: "starts at 0" in site.output_of(job), job)
+    job = site.submit("--nodes 2 --", *COUNT, "6000")
+    site.wait_for_text(job, "starts at 0")
     status = site.imgkit("status", job)
     assert "RUNNING" in status.stdout
     assert f"imgkit: squeue --noheader --jobs={job}" in status.stderr
@@ -392,7 +385,7 @@ def test_cancelled_job_is_not_requeued(site):
 def test_array_tasks_have_their_own_folder_output_and_end(site):
     write_files(site.folder / "tasks", {"log": "sent"})
     work = 'echo "task $SLURM_ARRAY_TASK_ID" | tee -a log; exit "$SLURM_ARRAY_TASK_ID"'
-    array = site.submit("--gpus", "0", "--code", "tasks", "--option=--array=0-1", "--", "sh", "-c", work)
+    array = site.submit("--gpus 0 --code tasks --option=--array=0-1 -- sh -c", work)
     listed = site.imgkit("status")
     assert re.search(rf"^{array} +mn5 ", listed.stdout, re.MULTILINE), listed.stdout
     assert site.imgkit("logs", array).returncode == 2
@@ -423,12 +416,10 @@ def test_requeued_job_goes_on_in_its_copy_of_the_code(site):
     (source / "a b/log").write_text("sent\n")
     (source / "edited").write_text("before\n")
     os.chown(source, site.folder.stat().st_uid, site.folder.stat().st_gid)
-    job = site.submit("--gpus", "0", "--code", "my code", "--", "sh", "-c", WRITES.replace("\n", ";"))
+    job = site.submit("--gpus 0 --code", "my code", "--", "sh", "-c", WRITES.replace("\n", ";"))
     (source / "edited").write_text("after\n")  # the job waits, or runs
-    site.until(lambda: "ready" in site.output_of(job), job)
-    site.cluster("scontrol", "requeue", job)
-    site.start_again(job)
-    site.wait_for_end(job)
+    site.wait_for_text(job, "ready")
+    site.requeue(job)
     assert site.output_of(job).endswith("before\nsent\nstart\nstart\n")
     assert len(list((site.folder / f"runs/mn5-{job}/workspace/a b").iterdir())) == 2001
     (stored,) = (site.folder / ".imgkit-code").glob("*/workspace/a b/log")
@@ -436,15 +427,15 @@ def test_requeued_job_goes_on_in_its_copy_of_the_code(site):
 
 
 def test_shell_in_a_running_job_has_its_container(site):
-    job = site.submit("--nodes", "2", "--gpus", "0", "--env", "WORD=a  b", "--", "sleep", "100")
+    job = site.submit("--nodes 2 --gpus 0 --env", "WORD=a  b", "--", "sleep", "100")
     site.until(lambda: (site.folder / f"runs/mn5-{job}").is_dir(), job)
     seen = "$(hostname) [$WORD] $APPTAINER_NAME $IMGKIT_RUN_DIR $(cat /proc/*/comm | grep -c sleep)"
     typed = f'echo "at {seen}"; exit 7\n'
 
-    def shell(*args: str) -> Done:
+    def shell(*args):
         line = shlex.join(map(str, (*IMGKIT, "shell", "--job", *args)))
         terminal = ("script", "-qec", line, "/dev/null")
-        return site.cluster("exec", "login", "--cwd", site.folder, "--", *terminal, typed=typed)
+        return site.cluster("exec login --cwd", site.folder, "--", *terminal, typed=typed)
 
     for node in ("node1", "node2"):
         result = shell(job, "--node", node)
@@ -470,22 +461,20 @@ while attempt == "1" or not os.path.exists("go"):
 """A STUB of a training, without torch: only its second attempt ends, when there is a file `go`."""
 
 
-def kill_launcher(site: Site, node: str) -> None:
+def kill_launcher(site, node):
     started = re.compile(r"(\d+) (?:\S*/)?python3 -I -m imgkit_entrypoints dist-run")
     (launcher,) = filter(None, map(started.search, site.ps("pid=,args=", node)))
     site.cluster("exec", node, "--", "kill", "-KILL", launcher[1])
 
 
-def with_a_spare(site: Site, *command: str, works: str = "starts at 0", options: Sequence[str] = ()) -> str:
+def with_a_spare(site, *command, works="starts at 0", options=()):
     """A job of 2+1 nodes whose program has printed `works`."""
-    job = site.submit("--nodes", "2+1", *options, "--", *SPARED, *command)
-    site.until(lambda: works in site.output_of(job), job)
+    job = site.submit("--nodes 2+1", *options, "--", *SPARED, *command)
+    site.wait_for_text(job, works)
     return job
 
 
-@pytest.mark.parametrize(
-    "how", ["kill", *(pytest.param(how, marks=pytest.mark.soak) for how in ("cut", "crash"))]
-)
+@pytest.mark.parametrize("how", ["kill", *soak("cut", "crash")])
 def test_spare_takes_over_from_a_lost_node(site, how):
     write_files(site.folder / "spared code", {"attempts.py": STUB})
     code = ("--code", "spared code")
@@ -503,37 +492,37 @@ def test_spare_takes_over_from_a_lost_node(site, how):
     assert "attempt 2 rank 0 node1" in job_output
     assert "attempt 2 rank 1 node3" in job_output, job_output
     assert (site.folder / f"runs/mn5-{job}/result").read_text() == f"{job}.0 0\n"
-    assert "ExitCode=0:0" in job_record(site, job), job_output
+    assert "ExitCode=0:0" in site.record(job), job_output
     if how != "kill":
         whole_again(site, "node2")
 
 
-def whole_again(site: Site, node: str) -> None:
+def whole_again(site, node):
     """A node without its fault, which Slurm takes for a healthy one."""
-    site.cluster("fault", "heal", node)
-    site.cluster("fault", "crash", node)
-    site.cluster("fault", "boot", node)
-    until(lambda: set(site.cluster("sinfo", "-h", "-N", "-o", "%t").stdout.split()) == {"idle"})
+    site.cluster("fault heal", node)
+    site.cluster("fault crash", node)
+    site.cluster("fault boot", node)
+    until(lambda: set(site.cluster("sinfo -h -N -o %t").stdout.split()) == {"idle"})
 
 
 @pytest.mark.soak
 def test_job_that_loses_its_first_node_is_requeued_by_another(site):
     job = with_a_spare(site, "save_and_resume.py", "60")
-    site.cluster("fault", "crash", "node1")
+    site.cluster("fault crash node1")
     site.until(lambda: " PD " in site.cluster("squeue", f"--jobs={job}").stdout, job)
-    assert "Restarts=1" in job_record(site, job)
-    site.cluster("fault", "boot", "node1")
+    assert "Restarts=1" in site.record(job)
+    site.cluster("fault boot node1")
     site.start_again(job)
     site.wait_for_end(job)
     assert "finished at 60" in site.output_of(job)
-    assert "ExitCode=0:0" in job_record(site, job), site.output_of(job)
+    assert "ExitCode=0:0" in site.record(job), site.output_of(job)
 
 
 @pytest.mark.soak
 def test_job_saves_and_is_requeued_after_its_spare_took_over(site):
     job = with_a_spare(site, "save_and_resume.py", "200")
     kill_launcher(site, "node2")
-    site.until(lambda: site.output_of(job).count("starts at 0") == 2, job)
+    site.wait_for_text(job, "starts at 0", 2)
     saved = stopped_and_requeued(site, job)
     site.wait_for_end(job)
     assert f"starts at {saved}\n" in site.output_of(job)
@@ -544,22 +533,22 @@ def test_job_saves_and_is_requeued_after_its_spare_took_over(site):
 def test_job_cancelled_during_a_restart_leaves_nothing(site):
     job = with_a_spare(site, "save_and_resume.py", "6000")
     kill_launcher(site, "node2")
-    site.until(lambda: "attempt 2 starts" in site.output_of(job), job)
+    site.wait_for_text(job, "attempt 2 starts")
     assert site.imgkit("cancel", job).returncode == 0
     site.wait_for_end(job)
     nodes = ("node1", "node2", "node3")
     until(lambda: not site.processes(*nodes), describe=lambda: str(site.processes(*nodes)))
-    assert "JobState=CANCELLED" in job_record(site, job)
+    assert "JobState=CANCELLED" in site.record(job)
     assert "requeued" not in site.output_of(job)
 
 
 @pytest.mark.soak
 def test_result_of_a_failed_program_is_the_job_s(site):
     (site.folder / "fails.py").write_text("raise SystemExit(3)\n")
-    job = site.submit("--nodes", "2+1", "--", "dist-run", *ONE, "fails.py")
+    job = site.submit("--nodes 2+1 -- dist-run", *ONE, "fails.py")
     site.wait_for_end(job)
     result = (site.folder / f"runs/mn5-{job}/result").read_text()
-    assert f"ExitCode={result.split()[1]}:0" in job_record(site, job), site.output_of(job)
+    assert f"ExitCode={result.split()[1]}:0" in site.record(job), site.output_of(job)
     assert not result.endswith(" 0\n")
 
 
@@ -568,26 +557,17 @@ def test_spare_takes_over_without_a_scheduler(site):
     folder = site.folder / "runs/by ssh"
     folder.mkdir()
     image = ("--runtime", "singularity", "--image", "mn5.sif", "--gpus", "0", "--nproc", "1")
-    hosts = (
-        "--mpi-start",
-        "ssh",
-        "--hosts",
-        "node1,node2,node3",
-        "--nodes",
-        "2+1",
-        "--env",
-        f"IMGKIT_RUN_DIR={folder}",
-    )
-    args = ("run", "--detach", "lambda", *hosts, *image, "--", *SPARED, "save_and_resume.py", "60")
+    hosts = "run --detach lambda --mpi-start ssh --hosts node1,node2,node3 --nodes 2+1 --env"
+    job = (*hosts.split(), f"IMGKIT_RUN_DIR={folder}", *image, "--", *SPARED, "save_and_resume.py", "60")
     output = site.folder / "by-ssh.out"
 
-    def read_output() -> str:
+    def read_output():
         return output.read_text()
 
     with (
         output.open("w") as stream,
         subprocess.Popen(
-            site.argv("exec", "login", "--cwd", site.folder, "--", *IMGKIT, *args),
+            site.argv("exec login --cwd", site.folder, "--", *IMGKIT, *job),
             stdout=stream,
             stderr=stream,
         ) as run,
@@ -615,13 +595,13 @@ def test_recipe_is_built_on_a_node(site, standin_notorch):
 @pytest.mark.programs("mksquashfs")
 def test_archive_is_converted_on_a_node(site):
     tiny_image.write(site.folder / "tiny.tar", "tiny:1")
-    result = expect_success(site.imgkit("sif", "tiny.tar", "--no-test", *SUBMIT, "--system", "mn5"))
+    result = expect_success(site.imgkit("sif tiny.tar --no-test", *SUBMIT, "--system", "mn5"))
     assert f"{site.folder}/tiny.sif  " in result.stdout
     assert (site.folder / "tiny.sif").is_file()
     (job,) = re.findall(r"imgkit: job (\d+);", result.stderr)
     assert f"imgkit: {job} completed\n" in result.stderr
     assert f"{job} completed\n" in expect_success(site.imgkit("wait", job)).stdout
-    record = job_record(site, job)
+    record = site.record(job)
     assert "NumNodes=1" in record
     assert "gres/gpu" not in record
 
@@ -629,7 +609,7 @@ def test_archive_is_converted_on_a_node(site):
 def test_waiting_conversion_is_cancelled_by_its_id(site):
     tiny_image.write(site.folder / "held.tar", "tiny:1")
     options = ("--detach", "--option=--hold", "--system", "mn5")
-    job = expect_success(site.imgkit("sif", "held.tar", *SUBMIT, *options)).stdout.strip()
+    job = expect_success(site.imgkit("sif held.tar", *SUBMIT, *options)).stdout.strip()
     assert f"{job}  " in expect_success(site.imgkit("status", job)).stdout
     assert site.imgkit("cancel", job).returncode == 0
     result = site.imgkit("wait", job)
@@ -638,7 +618,7 @@ def test_waiting_conversion_is_cancelled_by_its_id(site):
 
 
 def test_allocation_by_hand_runs_the_command(site):
-    result = expect_success(site.imgkit("run", "mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *ONE))
+    result = expect_success(site.imgkit("run mn5", *SITE, "--nodes", "2", "-i", "--", "dist-hello", *ONE))
     assert "all_reduce of ones: 2" in result.stdout
 
 
@@ -651,7 +631,7 @@ def test_allocation_by_hand_runs_the_command(site):
     ],
 )
 def test_refused_job_says_why(site, args, message):
-    result = site.imgkit("run", "--detach", "mn5", *SITE, *args)
+    result = site.imgkit("run --detach mn5", *SITE, *args)
     assert result.returncode in (2, 4)
     assert message in result.stderr
     assert result.stdout == ""

@@ -7,12 +7,11 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, SLURMS, Done, SlurmSite, expect_success, until
+from labkit import IMGKIT, SLURMS, SlurmSite, expect_success, until
 
 RECIPE = """\
 image: {base: "example.org/base:1"}
@@ -35,12 +34,12 @@ class Site(SlurmSite):
     failed: str
     """A job that has failed."""
 
-    def imgkit(self, *args: str) -> Done:
+    def imgkit(self, *args):
         """Run imgkit on the login node."""
         return self(*self._on_login(*args), env=self._env())
 
     @contextlib.contextmanager
-    def follow(self, *options: str) -> Iterator[str]:
+    def follow(self, *options):
         """Start ``imgkit run``, and yield the job's id; the job and its follower end with the block."""
         argv = self._on_login("run", "./own.yaml", "--time", "10m", *options, "--", "true")
         file = self.folder / "messages"
@@ -53,19 +52,19 @@ class Site(SlurmSite):
             self("scancel", "--state=PENDING")
             assert started.wait() == 1, self.messages()
 
-    def messages(self) -> str:
+    def messages(self):
         """Return what ``imgkit run`` has printed so far."""
         return (self.folder / "messages").read_text()
 
-    def _on_login(self, *args: str) -> tuple[str | Path, ...]:
+    def _on_login(self, *args):
         return ("exec", "login", "--cwd", self.folder, "--", *IMGKIT, *args)
 
-    def _env(self) -> dict[str, str]:
+    def _env(self):
         return {"XDG_STATE_HOME": str(self.folder / "state")}
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def site(request: pytest.FixtureRequest) -> Iterator[Site]:
+def site(request):
     folder = Path(f"/tmp/imgkit-waiting-{os.getpid()}")
     cluster = SlurmSite(state=Path(f"{folder}-cluster"), folder=folder)
     folder.mkdir()

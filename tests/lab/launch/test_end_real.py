@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import pytest
-from labkit import PACKAGE, Done, in_image, run
+from labkit import PACKAGE, in_image, run
 
 PYTHON = os.environ.get("IMGKIT_TEST_TORCH_PYTHON", "")
 pytestmark = [] if PYTHON else [pytest.mark.docker]
@@ -90,17 +90,17 @@ NOISE = ("ChildFailedError", "spawn.py", "frame #", "Connection closed by peer",
 
 
 @pytest.fixture
-def end(request: pytest.FixtureRequest) -> End:
+def end(request):
     return End("" if PYTHON else request.getfixturevalue("standin"))
 
 
 class End:
     """Runs a script of bash next to program.py and own.py."""
 
-    def __init__(self, image: str) -> None:
+    def __init__(self, image):
         self._image = image
 
-    def __call__(self, script: str, how: str = "") -> Done:
+    def __call__(self, script, how=""):
         script = SETUP.replace("OWN", OWN) + script
         if self._image:
             options = ("--env", f"HOW={how}")
@@ -108,7 +108,7 @@ class End:
         return run("bash", "-c", script, stdin=PROGRAM, env={**os.environ, "PYTHON": PYTHON, "HOW": how})
 
 
-def log_of(stderr: str) -> str:
+def log_of(stderr):
     match = re.search(r"full log on that node: (\S+)", stderr)
     assert match, stderr
     return match[1]
@@ -214,7 +214,6 @@ def test_guard_ends_all_where_no_path_leads_to_proc():
     ) as child:
         os.close(control)
         os.close(status)
-        assert child.stdout is not None
         worker = int(child.stdout.readline())
         os.kill(worker, 0)
         os.close(agent)

@@ -7,12 +7,11 @@ fake.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from fake_nvidia_smi import TRAINING, write_fake_nvidia_smi
 from gpu_nodes import write_gpu_node
-from labkit import Done, in_image
+from labkit import in_image
 
 from imgkit_entrypoints.launch import gpu_use
 from imgkit_entrypoints.launch.stop_protocol import GPU_USE
@@ -36,7 +35,7 @@ python3 -I -m imgkit_entrypoints dist-run "$@" /tmp/program.py
 """
 
 
-def dist_run(standin: str, folder: Path, program: str, *options: str) -> Done:
+def dist_run(standin, folder, program, *options):
     """Run `program` on two GPUs, each on a NUMA node of its own."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     numa_cpus = {0: str(first), 1: str(second)}
@@ -55,7 +54,7 @@ def dist_run(standin: str, folder: Path, program: str, *options: str) -> Done:
     return result
 
 
-def outputs(standin: str, folder: Path, *options: str) -> list[str]:
+def outputs(standin, folder, *options):
     """Return what the ranks have printed about their processors, sorted."""
     result = dist_run(standin, folder, PROGRAM, *options)
     lines = [line.partition("]: ")[2] for line in result.stdout.splitlines() if "]: rank " in line]

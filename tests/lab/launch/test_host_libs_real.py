@@ -14,11 +14,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from labkit import IMGKIT, ROOT, Done, public_folder, run
+from labkit import IMGKIT, ROOT, expect_failure, expect_success, public_folder, run
 
 from imgkit_entrypoints.facts import host_libs
 
@@ -49,7 +48,7 @@ class Node:
     version: str
     """Version of glibc that the newer libcxi needs."""
 
-    def inside(self, sif: Path, host: str, *args: str | Path, env: Sequence[str] = ()) -> Done:
+    def inside(self, sif, host, *args, env=()):
         """Run `args` as the container of a job does, with the tree `host` as the node's own."""
         bound = (
             f"{self.folder}/{host}/usr:/run/imgkit/host/usr:ro",
@@ -62,7 +61,7 @@ class Node:
 
 
 @pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
+def node():
     folder = public_folder("host-libs")
     try:
         for name, text in SOURCES.items():
@@ -94,7 +93,7 @@ def node() -> Iterator[Node]:
             shutil.rmtree(links_folder)
 
 
-def library(folder: Path, name: str, source: Path, *args: str | Path) -> str:
+def library(folder, name, source, *args):
     """Compile a library; what readelf prints of its versions."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / name
@@ -121,16 +120,14 @@ def test_job_loads_what_fits_of_its_host(mn5_sif, node):
     recipe.write_text(RECIPE.replace("FOLDER", str(node.folder)))
     command = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
     job = ("run", recipe, "--image", mn5_sif, "--gpus", "0", "--no-code", "--", *command)
-    result = run(*IMGKIT, *job, folder=node.folder)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(run(*IMGKIT, *job, folder=node.folder))
     assert "NCCL would get 42" in result.stdout
     # One node without GPUs uses no network, so its start announces no library.
     assert "libcxi" not in result.stderr
 
 
 def test_dry_run_names_the_library_that_fits(mn5_sif, node):
-    result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu"))
     assert re.search(r"libcxi\.so\.1 +\S+/libcxi\.so\.1 +the host's; it needs GLIBC_2", result.stdout), (
         result.stdout
     )
@@ -145,8 +142,7 @@ def test_doctor_loads_what_fits(mn5_sif, node):
 
 
 def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif, node):
-    result = node.inside(mn5_sif, "newer", "dist-env", "--dry-run", "--device", "cpu")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(node.inside(mn5_sif, "newer", "dist-env", "--dry-run", "--device", "cpu"))
     refusal = re.search(
         r"libcxi.so.1 needs GLIBC_(\S+), the image has (2\.\d+) \(/\S*libc.so.6\)", result.stdout
     )
@@ -163,8 +159,9 @@ def test_newer_glibc_is_refused_as_the_linker_would(mn5_sif, node):
 
 def test_user_declines_the_hosts_libraries(mn5_sif, node):
     env = ["IMGKIT_HOST_LIBS=none"]
-    result = node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu", env=env)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(
+        node.inside(mn5_sif, "older", "dist-env", "--dry-run", "--device", "cpu", env=env)
+    )
     assert "libcxi" not in result.stdout
 
 
@@ -176,10 +173,12 @@ def test_folder_of_somebody_else_is_not_used(mn5_sif, node):
     (folder / "libcxi.so.1").symlink_to("/home/stranger/libcxi.so.1")
     try:
         command = ("dist-run", "--device", "cpu", "--nproc", "1", node.folder / "load.py")
-        result = node.inside(mn5_sif, "older", *command)
-        assert result.returncode == 2, result.stdout + result.stderr
-        assert f"{folder}: cannot be used: it holds something else" in result.stderr
-        assert f"rm -r {folder}" in result.stderr
+        expect_failure(
+            node.inside(mn5_sif, "older", *command),
+            2,
+            f"{folder}: cannot be used: it holds something else",
+            f"rm -r {folder}",
+        )
     finally:
         shutil.rmtree(folder)
 
@@ -218,8 +217,7 @@ def test_newer_image_loads_both(node, tmp_path, host):
     python = Path(sys.executable).resolve()
     argv = (python, "-c", DECIDES, entrypoints, node.folder / "load.py")
     mounts = (option for bind in bound for option in ("--bind", bind))
-    result = run("apptainer", "--quiet", "exec", *env, *mounts, root, *argv, folder="/")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(run("apptainer", "--quiet", "exec", *env, *mounts, root, *argv, folder="/"))
     assert re.match(r"the host's; it needs GLIBC_2\S+, the image has 2\.\d+ \(/\S*libc", result.stdout), (
         result.stdout
     )

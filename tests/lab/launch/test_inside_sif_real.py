@@ -6,17 +6,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import Done, public_folder, run
+from labkit import expect_failure, expect_success, public_folder, run
 
 pytestmark = [pytest.mark.docker, pytest.mark.singularity]
 
 
 @pytest.fixture(scope="module")
-def hostile() -> Iterator[Path]:
+def hostile():
     """A folder of Python files; importing any of them ends the program."""
     folder = public_folder("hostile")
     (folder / "torch").mkdir()
@@ -29,7 +28,7 @@ def hostile() -> Iterator[Path]:
 
 
 @pytest.fixture(params=["root", "user"])
-def as_user(request: pytest.FixtureRequest) -> tuple[str, ...]:
+def as_user(request):
     """Return the start of a command that chooses the user of the host."""
     if request.param == "user" and os.geteuid() == 0:
         return ("runuser", "-u", request.getfixturevalue("user"), "--")
@@ -38,9 +37,7 @@ def as_user(request: pytest.FixtureRequest) -> tuple[str, ...]:
     return ()
 
 
-def inside(
-    sif: Path, path: Path, *args: str, as_user: tuple[str, ...] = (), options: tuple[str, ...] = ()
-) -> Done:
+def inside(sif, path, *args, as_user=(), options=()):
     """Run `args` in `sif` without HOME, in the folder `path`, which is on PYTHONPATH."""
     # HOME is unset inside: the runtime sets it by itself.
     shell = ("sh", "-c", 'unset HOME; cd "$PYTHONPATH"; exec "$@"', "sh")
@@ -50,8 +47,7 @@ def inside(
 
 
 def test_hello_connects_all_ranks(mn5_sif, hostile):
-    result = inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2")
-    assert result.returncode == 0, result.stderr
+    result = expect_success(inside(mn5_sif, hostile, "dist-hello", "--device", "cpu", "--nproc", "2"))
     assert "all_reduce of ones: 2" in result.stdout
     assert len(re.findall(r": +\d  \S+ +cpu, 1 threads ", result.stdout)) == 2, result.stdout
 
@@ -62,14 +58,12 @@ def test_nothing_of_the_host_is_needed(mn5_sif, hostile, user):
     as_user = ("runuser", "-u", user, "--") if os.geteuid() == 0 else ()
     command = ("dist-hello", "--device", "cpu", "--nproc", "2")
     assert inside(mn5_sif, hostile, "touch", "/tmp/x", as_user=as_user, options=options).returncode == 1
-    result = inside(mn5_sif, hostile, *command, as_user=as_user, options=options)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(inside(mn5_sif, hostile, *command, as_user=as_user, options=options))
     assert "all_reduce of ones: 2" in result.stdout
 
 
 def test_found_facts_are_json(mn5_sif, hostile, as_user):
-    result = inside(mn5_sif, hostile, "dist-env", "--json", as_user=as_user)
-    assert result.returncode == 0, result.stderr
+    result = expect_success(inside(mn5_sif, hostile, "dist-env", "--json", as_user=as_user))
     report = json.loads(result.stdout)
     assert report["host"]["arch"] == os.uname().machine
     assert report["host"]["cpus"] == len(os.sched_getaffinity(0))
@@ -89,8 +83,7 @@ def test_doctor_examines_the_node(mn5_sif, hostile, as_user):
 
 
 def test_doctor_runs_a_collective(mn5_sif, hostile):
-    result = inside(mn5_sif, hostile, "dist-doctor", "--device", "cpu", "--nproc", "2")
-    assert result.returncode == 0, result.stdout + result.stderr
+    result = expect_success(inside(mn5_sif, hostile, "dist-doctor", "--device", "cpu", "--nproc", "2"))
     assert "verified on 1 node, 2 ranks" in result.stdout
 
 
@@ -98,10 +91,9 @@ def test_own_program_keeps_its_modules(mn5_sif, tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "helper.py").write_text("said = 'mine'")
     (tmp_path / "main.py").write_text("import helper; print(helper.said)")
-    result = inside(
-        mn5_sif, tmp_path, "dist-run", "--device", "cpu", "--nproc", "1", str(tmp_path / "main.py")
+    result = expect_success(
+        inside(mn5_sif, tmp_path, "dist-run", "--device", "cpu", "--nproc", "1", str(tmp_path / "main.py"))
     )
-    assert result.returncode == 0, result.stderr
     assert "]: mine" in result.stdout
     assert f"PYTHONPATH: {tmp_path} contains another torch, which shadows that of the image" in result.stderr
 
@@ -109,6 +101,5 @@ def test_own_program_keeps_its_modules(mn5_sif, tmp_path):
 def test_missing_gpus_are_named_by_the_doctor(mn5_sif, hostile):
     if any(Path("/dev").glob("nvidia[0-9]*")):
         pytest.skip("this machine has GPUs")
-    result = inside(mn5_sif, hostile, "dist-doctor")
-    assert result.returncode == 1
+    result = expect_failure(inside(mn5_sif, hostile, "dist-doctor"), 1)
     assert re.search(r"^fail +gpus +0 visible .*the recipe says 4 per node\n +-> .*--nv", result.stdout, re.M)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from labkit import PACKAGE, PLACE, ROOT
+from labkit import PACKAGE, PLACE, ROOT, soak
 
 NODE = ROOT / "tests/unit/entrypoints/launch/node.py"
 SCENARIO = ROOT / "tests/lab/launch/launch_scenario.py"
@@ -22,13 +22,13 @@ PYTHON = os.environ.get("IMGKIT_TEST_TORCH_PYTHON", "")
 Play = Callable[[str], "dict[str, Any]"]
 
 
-def _has_torch(python: str) -> bool:
+def _has_torch(python):
     code = "import importlib.util as u, sys; sys.exit(u.find_spec('torch') is None)"
     return subprocess.run([python, "-c", code], capture_output=True).returncode == 0
 
 
 @pytest.fixture
-def play(request: pytest.FixtureRequest) -> Play:
+def play(request):
     """``play(scenario)``: what came of it."""
     if PYTHON:
         if not _has_torch(PYTHON):
@@ -43,7 +43,7 @@ def play(request: pytest.FixtureRequest) -> Play:
         argv += [image, "python3", "/scenario.py", "/node.py"]
         env = dict(os.environ)
 
-    def run(scenario: str) -> dict[str, Any]:
+    def run(scenario):
         completed = subprocess.run(
             [*argv, scenario], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300, env=env
         )
@@ -71,8 +71,7 @@ def test_two_nodes_make_one_run(play):
     [
         "terminate one launcher",
         # Slurm's own USR1 is in tests/lab/job/test_submit_slurm_real.py.
-        pytest.param("SIGUSR1 to every process", marks=pytest.mark.soak),
-        pytest.param("SIGTERM to every process", marks=pytest.mark.soak),
+        *soak("SIGUSR1 to every process", "SIGTERM to every process"),
     ],
 )
 def test_stop_request_saves_on_all_nodes(play, scenario):

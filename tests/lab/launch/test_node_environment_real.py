@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from labkit import PACKAGE
@@ -21,7 +20,7 @@ DistRun = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture
-def dist_run(tmp_path: Path) -> DistRun:
+def dist_run(tmp_path):
     """Return a function that runs a program under dist-run; `before` are words in front of it."""
     venv = tmp_path / "venv"  # workers start with -I, so the package must be on the path of the Python
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", venv], check=True)
@@ -35,7 +34,7 @@ def dist_run(tmp_path: Path) -> DistRun:
     (folder / "torch.pth").write_text(f"{site}{PACKAGE.parent}\n")
     (tmp_path / "node").mkdir()
 
-    def run(program: str, *options: str, before: tuple[str, ...] = (), **env: str):
+    def run(program, *options, before=(), **env):
         (tmp_path / "program.py").write_text(program)
         argv = (*before, str(venv / "bin/python"), "-I", "-m", "imgkit_entrypoints", "dist-run", *options)
         return subprocess.run(

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,7 +75,7 @@ class PerNodeSite(SlurmSite):
 
     sif: Path
 
-    def submit(self, *command: object, options: tuple[str, ...] = ()) -> str:
+    def submit(self, *command, options=()):
         """Submit a job that runs dist-run --per-node with the rest of its command line; return its number."""
         srun = ("srun", "--ntasks-per-node=1", "--kill-on-bad-exit=1")
         container = ("singularity", "exec", "--bind", self.folder, self.sif)
@@ -91,24 +90,24 @@ class PerNodeSite(SlurmSite):
         submitted = self("--user", "sbatch", "--parsable", "-N2", "-o", output, *options, script)
         return submitted.stdout.strip()
 
-    def wait_for(self, text: str, job: str) -> None:
+    def wait_for(self, text, job):
         """Wait until the job has printed `text`."""
         self.until(lambda: text in self.output_of(job) or not self.is_queued(job), job)
         assert text in self.output_of(job), self.output_of(job)
 
-    def remains(self) -> list[str]:
+    def remains(self):
         """Return the files, sockets and processes on the nodes."""
         texts = (self("exec", node, "--", "sh", "-c", LIST_REMAINS).stdout for node in NODES)
         return sorted(line for text in texts for line in text.splitlines())
 
-    def kill(self, node: str, name: str) -> None:
+    def kill(self, node, name):
         """Kill the oldest process on `node` whose command line has `name`."""
         result = self("exec", node, "--", "pkill", "-KILL", "--oldest", "-u", "researcher", "-f", name)
         assert result.returncode == 0, name
 
 
 @pytest.fixture(scope="module")
-def site(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[PerNodeSite]:
+def site(standin, tmp_path_factory):
     recipe = tmp_path_factory.mktemp("per-node") / f"{NAME}.yaml"
     recipe.write_text(RECIPE)
     # Not below /tmp, which is another folder on each node.
@@ -130,14 +129,14 @@ def site(standin: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Per
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing(site: PerNodeSite) -> Iterator[None]:
+def _leaves_nothing(site):
     """Fail a test after whose job a file, a socket or a process is left on a node."""
     before = site.remains()
     yield
     assert site.remains() == before
 
 
-def run_ray(site: PerNodeSite, mode: str, *options: str) -> str:
+def run_ray(site, mode, *options):
     """Submit a job that runs Ray's program; return its number."""
     return site.submit("--", *RAY, site.folder / "with_ray.py", mode, options=options)
 

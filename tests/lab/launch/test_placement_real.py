@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -41,7 +40,7 @@ else:
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def state(request: pytest.FixtureRequest) -> Iterator[Path]:
+def state(request):
     cluster = Cluster(state=Path(f"/tmp/imgkit-test-placement-{os.getpid()}"))
     cluster.up(2, release=request.param)
     script = f"import sys\nsys.path.insert(0, {str(ROOT / 'entrypoints')!r})\n{SHOW}"
@@ -50,12 +49,12 @@ def state(request: pytest.FixtureRequest) -> Iterator[Path]:
     cluster.down()
 
 
-def cluster(state: Path, *args: object) -> list[str]:
+def cluster(state, *args):
     """The lines that a command of the cluster printed."""
     return Cluster(state=state)(*args).stdout.splitlines()
 
 
-def batch(state: Path, *lines: str, nodes: int = 2) -> list[str]:
+def batch(state, *lines, nodes=2):
     """Output lines of a batch job."""
     script, output = state / "job.sh", state / "job.out"
     script.write_text("\n".join(("#!/bin/bash", *lines, "")))
@@ -63,7 +62,7 @@ def batch(state: Path, *lines: str, nodes: int = 2) -> list[str]:
     return output.read_text().splitlines()
 
 
-def show(state: Path) -> tuple[str, ...]:
+def show(state):
     return ("python3", str(state / "show.py"))
 
 

@@ -6,10 +6,8 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from labkit import PACKAGE, PLACE, Cluster, in_image, slurm_marks
@@ -48,21 +46,21 @@ class Site(Cluster):
 
     sif: Path
 
-    def start(self, *options: str) -> subprocess.Popen[str]:
+    def start(self, *options):
         image = ("singularity", "exec", "--bind", f"{PACKAGE}:{PLACE}:ro", str(self.sif))
         program = ("dist-run", "--device", "cpu", "--preflight", *options, "-m", "platform")
         variables = ("env", f"IMGKIT_RUN_DIR={self.state}/run")
         argv = self.argv("srun", "-N4", f"--chdir={self.state}", *variables, *image, *program)
         return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
-    def end(self, run: subprocess.Popen[str]) -> tuple[int, str, dict[str, Any]]:
+    def end(self, run):
         """The exit code, the output, and what was measured."""
         output, _ = run.communicate(timeout=240)
         document = json.loads((self.state / "run/preflight.json").read_text())
         assert document["seconds"] < 60, output
         return run.returncode, output, document
 
-    def worst(self, run: subprocess.Popen[str]) -> tuple[int, str, dict[str, Any]]:
+    def worst(self, run):
         """The exit code, the output, and the worst outlier."""
         code, output, document = self.end(run)
         outliers = [node for node in document["nodes"] if node["outlier"]]
@@ -70,7 +68,7 @@ class Site(Cluster):
 
 
 @pytest.fixture(scope="module")
-def site(mn5_sif: Path) -> Iterator[Site]:
+def site(mn5_sif):
     cluster = Site(state=Path(f"/tmp/imgkit-preflight-{os.getpid()}"), sif=mn5_sif)
     cluster.up(4)
     (cluster.state / "run").mkdir()
@@ -80,7 +78,7 @@ def site(mn5_sif: Path) -> Iterator[Site]:
         cluster.down()
 
 
-def on_nodes(test: Any) -> Any:
+def on_nodes(test):
     """A test on four nodes with two processors: a good node may be named too, but never as the worst."""
     for mark in (*slurm_marks, pytest.mark.soak, pytest.mark.xdist_group("preflight")):
         test = mark(test)
@@ -98,7 +96,7 @@ def test_slow_wire_is_reported_and_leaves_nobody_out(site):
 
 
 @pytest.fixture
-def quota() -> Iterator[Path]:
+def quota():
     """A control group that gets a tenth of one processor."""
     group = Path(f"/sys/fs/cgroup/cpu/imgkit-preflight-{os.getpid()}")
     if not group.parent.is_dir():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,42 +26,42 @@ class Slurm(Cluster):
     sif: Path
 
     @property
-    def output(self) -> Path:
+    def output(self):
         return self.state / "jobs/output"
 
-    def submit(self, *lines: str) -> str:
+    def submit(self, *lines):
         """Start a job script of `lines` as the cluster's ordinary user; returns its number."""
         self.output.unlink(missing_ok=True)
         script = self.state / "job.sh"
         script.write_text("\n".join(("#!/bin/bash", *lines, "")))
         return self("--user", "sbatch", "--parsable", "-N2", "-o", self.output, script).stdout.strip()
 
-    def run(self, *lines: str) -> str:
+    def run(self, *lines):
         """What a job script of `lines` printed. Not by sbatch -W, which looks after 2, 10, 42 s only."""
         self.wait_for_end(self.submit(*lines))
         return self.output.read_text()
 
-    def wait_for_end(self, job: str) -> None:
+    def wait_for_end(self, job):
         self.until(lambda: not self("squeue", "-h", "-j", job).stdout)
 
-    def until(self, condition: Callable[[], bool]) -> None:
-        def describe() -> str:
+    def until(self, condition):
+        def describe():
             text = self.output.read_text() if self.output.exists() else ""
             return "\n".join((text, *self.processes()))
 
         until(condition, describe=describe)
 
-    def exec(self, *args: str | Path) -> str:
+    def exec(self, *args):
         return " ".join(map(str, ("singularity", "exec", "--bind", self.state, self.sif, *args)))
 
-    def processes(self) -> list[str]:
+    def processes(self):
         """Processes of a job, on all nodes."""
         lines = self.ps("user:16,args", "node1", "node2")
         return [line for line in lines if line.startswith("researcher ")]
 
 
 @pytest.fixture(scope="module", params=SLURMS)
-def slurm(mn5_sif: Path, request: pytest.FixtureRequest) -> Iterator[Slurm]:
+def slurm(mn5_sif, request):
     cluster = Slurm(state=Path(f"/tmp/imgkit-test-slurm-sif-{os.getpid()}"), sif=mn5_sif)
     cluster.up(2, release=request.param)
     cluster.output.parent.mkdir()
@@ -143,7 +142,7 @@ def test_commands_per_node_end_with_the_head(slurm):
     assert not Path(lines[0][3]).exists()
 
 
-def waiting(slurm: Slurm) -> tuple[str, list[str]]:
+def waiting(slurm):
     """A job whose four workers wait for ever: its number, and the processes of node 1's workers."""
     code = "import os, time; print('waiting', os.environ['RANK'], os.getpid(), flush=True); time.sleep(600)"
     (slurm.state / "wait.py").write_text(code)
@@ -176,7 +175,7 @@ def test_killed_worker_ends_the_job(slurm):
     assert not output.endswith("code=0\n")
 
 
-def sharded(slurm: Slurm, name: str, *options: str) -> list[str]:
+def sharded(slurm, name, *options):
     """A job script of examples/fsdp2.py on one worker a node, with its run folder."""
     program = slurm.state / "fsdp2.py"
     program.write_text((ROOT / "examples/fsdp2.py").read_text())
@@ -184,7 +183,7 @@ def sharded(slurm: Slurm, name: str, *options: str) -> list[str]:
     return [f"export IMGKIT_RUN_DIR={slurm.output.parent / name}", " ".join((*PER_NODE, run)), "echo code=$?"]
 
 
-def shards(slurm: Slurm, name: str) -> tuple[str, dict[str, object]]:
+def shards(slurm, name):
     """The newest checkpoint's name, and the sha256 of its shards."""
     newest = max((slurm.output.parent / name / "checkpoints").iterdir())
     files = json.loads((newest / "manifest.json").read_text())["files"]

@@ -9,17 +9,14 @@ import signal
 import subprocess
 import tarfile
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from labkit import IMGKIT, docker, host_address, imgkit, imgkit_json, until
+from labkit import IMGKIT, docker, expect_failure, host_address, imgkit, imgkit_json, until
 from package_index import QuietHandler, file_sha256, serve_folder, write_links, write_wheel
 
 from imgkit_builder.recipe import lock_file
-from imgkit_builder.recipe.model import LockedPlatform
 
 pytestmark = pytest.mark.docker
 
@@ -34,7 +31,7 @@ WHEELS = {
 class GuardedHandler(QuietHandler):
     """Serves files to clients that send the password."""
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         """Serve a file, or ask for the password."""
         if self.headers.get("Authorization") == f"Basic {base64.b64encode(f'me:{WORD}'.encode()).decode()}":
             super().do_GET()
@@ -44,7 +41,7 @@ class GuardedHandler(QuietHandler):
         self.end_headers()
 
 
-def source(folder: Path, name: str) -> Path:
+def source(folder, name):
     """A source distribution, whose wheel must be built."""
     file = folder / f"{name}-3.0.tar.gz"
     members = {
@@ -67,19 +64,19 @@ class Index:
     folder: Path
 
     @property
-    def options(self) -> str:
+    def options(self):
         """The options of a pip step that uses it alone."""
         url = f"http://me:{WORD}@{self.address}/"
         host = self.address.partition(":")[0]
         return f"[--index-url, {url!r}, --trusted-host, {host}, --retries, '0', --no-build-isolation]"
 
-    def add(self, name: str, *files: Path, hashed: bool = True) -> None:
+    def add(self, name, *files, hashed=True):
         """List `files` as those of the package `name`."""
         write_links(self.folder / name, files, hashed=hashed)
 
 
 @pytest.fixture
-def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
+def index(tmp_path_factory):
     folder = tmp_path_factory.mktemp("index")
     with serve_folder(folder, host_address(), handler=GuardedHandler) as address:
         index = Index(address=address, folder=folder)
@@ -96,25 +93,25 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Index]:
         yield index
 
 
-def recipe(folder: Path, index: Index, *steps: str) -> Path:
+def recipe(folder, index, *steps):
     file = folder / f"{NAME}.yaml"
     pip = "".join(f"    - packages: [{step}]\n      options: {index.options}\n" for step in steps)
     file.write_text(f"image:\n  base: registry.invalid/base:1\n  pip:\n{pip}")
     return file
 
 
-def locked(file: Path) -> LockedPlatform:
+def locked(file):
     (part,) = lock_file.read_lock(file.with_suffix(".lock")).platforms
     return part
 
 
-def pip_changes(answer: dict[str, Any]) -> dict[str, tuple[str, str]]:
+def pip_changes(answer):
     """Return the old and the new version of each changed pip package; a new one has no old version."""
     changes = [change for change in answer["changes"] if change["kind"] == "pip"]
     return {change["name"]: (change["old"], change["new"]) for change in changes}
 
 
-def containers() -> list[str]:
+def containers():
     lines = docker("ps", "--all", "--no-trunc", "--format", "{{.ID}} {{.Command}}").splitlines()
     return [line.split()[0] for line in lines if "imgkit-test-slow" in line]
 
@@ -153,11 +150,13 @@ def test_versions_stay_until_an_upgrade(index, standin_notorch, tmp_path):
 @pytest.mark.soak
 def test_source_is_refused_and_its_wheel_kept(index, standin_notorch, tmp_path):
     file = recipe(tmp_path, index, "imgkit-test-built", "imgkit-test-one")
-    refused = imgkit("lock", file, "--base", standin_notorch)
-    assert refused.returncode == 2
-    assert f"{file.name}:4" in refused.stderr
-    assert "no index has a wheel of imgkit-test-built" in refused.stderr
-    assert "--keep-files" in refused.stderr
+    expect_failure(
+        imgkit("lock", file, "--base", standin_notorch),
+        2,
+        f"{file.name}:4",
+        "no index has a wheel of imgkit-test-built",
+        "--keep-files",
+    )
     assert not file.with_suffix(".lock").exists()
     imgkit_json("lock", file, "--base", standin_notorch, "--keep-files")
     built, first, second = locked(file).pip
@@ -185,7 +184,7 @@ def test_interrupted_lock_leaves_nothing(index, standin_notorch, tmp_path, numbe
     released = threading.Event()
 
     class Handler(GuardedHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             requested.set()
             released.wait(60)
 
@@ -205,8 +204,10 @@ def test_interrupted_lock_leaves_nothing(index, standin_notorch, tmp_path, numbe
 @pytest.mark.soak
 def test_unknown_package_is_named_with_the_words_of_pip(index, standin_notorch, tmp_path):
     file = recipe(tmp_path, index, "imgkit-test-one", "imgkit-test-nine")
-    result = imgkit("lock", file, "--base", standin_notorch)
-    assert result.returncode == 2
-    assert f"{file.name}:6" in result.stderr
-    assert "No matching distribution found for imgkit-test-nine" in result.stderr
+    result = expect_failure(
+        imgkit("lock", file, "--base", standin_notorch),
+        2,
+        f"{file.name}:6",
+        "No matching distribution found for imgkit-test-nine",
+    )
     assert WORD not in result.stderr

@@ -10,15 +10,14 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from labkit import (
     IMGKIT,
-    Done,
     SlurmSite,
+    expect_failure,
     expect_success,
     imgkit,
     imgkit_as,
@@ -27,10 +26,11 @@ from labkit import (
     run,
     slurm_marks,
     small_disk,
+    split_line,
     until,
 )
 from package_index import write_links, write_wheel
-from remotekit import FarSite, far_host, login_node
+from remotekit import FarSite, far_host
 
 SITE = ("-A", "bsc98", "--qos", "acc_debug", "--time", "10m", "--nodes", "2")
 ONE = ("--device", "cpu", "--nproc", "1")
@@ -51,7 +51,7 @@ PROJECT_JOB = ("--image", "pytorch.sif", "--", "dist-run", *ONE, "train.py")
 pytestmark = [*slurm_marks, pytest.mark.xdist_group("add")]
 
 
-def add_program(wheel: Path) -> None:
+def add_program(wheel):
     """Give a wheel a program."""
     info = "-".join(wheel.name.split("-")[:2])
     with zipfile.ZipFile(wheel, "a") as archive:
@@ -59,7 +59,7 @@ def add_program(wheel: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(standin: str) -> Iterator[Path]:
+def folder(standin):
     """A folder that every user can enter and write to, with an image and wheels for it."""
     folder = public_folder("add")
     wheels = folder / "wheels"
@@ -81,19 +81,22 @@ def folder(standin: str) -> Iterator[Path]:
 class Site(SlurmSite):
     """A login node and two nodes, for the jobs of an ordinary user."""
 
-    def imgkit(self, *args: object) -> Done:
+    def imgkit(self, *args):
         home = {"HOME": str(self.state / "home/researcher"), "USER": "researcher", "SHELL": "/bin/bash"}
         as_user = self.argv("exec", "--user", "login", "--cwd", self.folder, "--")
-        argv = (*imgkit_as(as_user, {**home, "BASH_FUNC_module%%": "() { :; }", **INDEX}), *map(str, args))
+        argv = (
+            *imgkit_as(as_user, {**home, "BASH_FUNC_module%%": "() { :; }", **INDEX}),
+            *map(str, split_line(*args)),
+        )
         return run(*argv, folder="/")
 
-    def run_to_end(self, *args: object) -> str:
-        job = expect_success(self.imgkit("run", "--detach", "mn5", *SITE, *args)).stdout.strip()
+    def run_to_end(self, *args):
+        job = expect_success(self.imgkit("run --detach mn5", *SITE, *args)).stdout.strip()
         return self.wait_for_end(job)
 
 
 @pytest.fixture(scope="module")
-def site(folder: Path) -> Iterator[Site]:
+def site(folder):
     cluster = Site(state=Path(f"/tmp/imgkit-added-{os.getpid()}"), folder=folder)
     try:
         cluster.up(2, "--cpus", "80")
@@ -104,7 +107,7 @@ def site(folder: Path) -> Iterator[Site]:
 
 
 @contextlib.contextmanager
-def index_server(site: Site, folder: Path) -> Iterator[None]:
+def index_server(site, folder):
     """Serve `folder` on the login node."""
     argv = site.argv("exec", "login", "--", sys.executable, "-m", "http.server", "--directory", folder, PORT)
     with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
@@ -139,10 +142,10 @@ def test_packages_of_a_project_are_made_when_they_change(site, folder):
         try:
             for version in ("1.0", "2.0"):
                 project.write_text(f'recipe = "mn5"\npackages = ["lib=={version}"]\n')
-                job = expect_success(site.imgkit("run", "--detach", *SITE, *PROJECT_JOB)).stdout.strip()
+                job = expect_success(site.imgkit("run --detach", *SITE, *PROJECT_JOB)).stdout.strip()
                 text = site.wait_for_end(job)
                 assert f"rank 1 /run/imgkit/packages/1/lib.py {version} " in text, text
-            again = expect_success(site.imgkit("run", "--detach", *SITE, *PROJECT_JOB))
+            again = expect_success(site.imgkit("run --detach", *SITE, *PROJECT_JOB))
             assert "pip in pytorch.sif" not in again.stderr
             assert len(list(folder.glob("pytorch+*.sqsh"))) == 2
             site.wait_for_end(again.stdout.strip())
@@ -151,18 +154,15 @@ def test_packages_of_a_project_are_made_when_they_change(site, folder):
 
 
 @pytest.fixture(scope="module")
-def far(site: Site) -> Iterator[FarSite]:
+def far(site):
     """A person's folder here, and the login node as the ordinary user."""
     folder = Path(f"/tmp/imgkit-add-far-{os.getpid()}")
     with far_host(folder) as host:
         store = site.state / "home/researcher/store"
         far_site = FarSite(far=host, cluster=site, folder=folder / "here", store=store)
-        far_site.folder.mkdir()
-        (far_site.folder / "site.yaml").write_text(RECIPE)
+        far_site.add_remote(RECIPE, user="researcher")
         (far_site.folder / "train.py").write_text(PROGRAM)
         (far_site.folder / "pytorch.sif").symlink_to(site.folder / "pytorch.sif")
-        login_node(host, site, user="researcher")
-        expect_success(far_site.imgkit("remote", "add", "far", f"far:{store}", "--recipe", "./site.yaml"))
         yield far_site
 
 
@@ -207,25 +207,29 @@ def test_wheels_here_become_packages_on_a_remote(folder, far):
 @pytest.mark.sshd
 def test_package_that_a_remote_cannot_install_is_refused(site, far):
     (far.folder / "imgkit.toml").write_text('packages = ["torch<2"]\n')
-    result = far.imgkit("run", "pytorch.sif", "--on", "far", "--time", "5m", "--", "true")
-    assert result.returncode == 2
-    assert "torch<2 is asked for, and the image has torch 2." in result.stderr
+    expect_failure(
+        far.imgkit("run pytorch.sif --on far --time 5m -- true"),
+        2,
+        "torch<2 is asked for, and the image has torch 2.",
+    )
     assert list(far.store.glob("images/*/.packages*")) == []
 
 
-def add_here(folder: Path) -> Path:
+def image_options(folder):
+    return ("--image", folder / "pytorch.sif", "--wheels", folder / "wheels")
+
+
+def add_here(folder):
     """Return a file with lib 1.0, made on this machine."""
     target = folder / "here.sqsh"
-    image = ("--image", folder / "pytorch.sif", "--wheels", folder / "wheels")
-    expect_success(imgkit("add", "lib==1.0", *image, "-o", target))
+    expect_success(imgkit("add lib==1.0", *image_options(folder), "-o", target))
     return target
 
 
-def refused(folder: Path, *args: object, code: int = 2) -> str:
+def refused(folder, *args, code=2):
     """Return the message of ``imgkit add``, which must leave nothing behind."""
     before = sorted(folder.rglob("*"))
-    result = imgkit("add", *args, "--image", folder / "pytorch.sif", "--wheels", folder / "wheels")
-    assert result.returncode == code, result.stderr
+    result = expect_failure(imgkit("add", *args, *image_options(folder)), code)
     assert sorted(folder.rglob("*")) == before
     return result.stderr
 
@@ -247,7 +251,7 @@ def test_pip_of_an_arm64_image_runs_under_qemu(standin_arm64_notorch, tmp_path):
     write_wheel(tmp_path, "plain", "1.0")
     image = tmp_path / "arm.sif"
     imgkit_json("sif", standin_arm64_notorch, "--no-test", "-o", image)
-    added = imgkit_json("add", "plain", "--image", image, "--wheels", tmp_path)
+    added = imgkit_json("add plain --image", image, "--wheels", tmp_path)
     assert added["record"]["arch"] == "arm64"
     assert [package["name"] for package in added["record"]["packages"]] == ["plain"]
 
@@ -255,7 +259,7 @@ def test_pip_of_an_arm64_image_runs_under_qemu(standin_arm64_notorch, tmp_path):
 def test_image_without_pip_is_refused(folder):
     hidden = {"SINGULARITY_BIND": "/var/empty:/usr/lib/python3/dist-packages/pip"}
     Path("/var/empty").mkdir(exist_ok=True)
-    result = imgkit("add", "lib", "--image", folder / "pytorch.sif", env=hidden)
+    result = imgkit("add lib --image", folder / "pytorch.sif", env=hidden)
     assert "the image has no pip" in result.stderr
 
 
@@ -277,17 +281,7 @@ def test_full_disk_leaves_nothing(folder, tmp_path):
 
 def test_second_process_is_refused_and_a_killed_one_mended(folder, tmp_path):
     target = tmp_path / "x.sqsh"
-    argv = [
-        *IMGKIT,
-        "add",
-        "lib",
-        "--image",
-        folder / "pytorch.sif",
-        "-o",
-        target,
-        "--wheels",
-        folder / "wheels",
-    ]
+    argv = [*IMGKIT, "add", "lib", *image_options(folder), "-o", target]
     with subprocess.Popen(argv, stderr=subprocess.DEVNULL) as first:
         until(lambda: any(tmp_path.glob(".packages.*/*/tmp")))
         assert "another imgkit process is writing this file" in run(*argv).stderr

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from file_tree import write_files
-from hub_server import Hub, serve_hub
+from hub_server import serve_hub
 from labkit import IMGKIT, Done, expect_success, output, run
 
 LOOK = "cat hf/hub/models--me--tiny/snapshots/*/weights.bin | wc -c"
@@ -17,19 +15,19 @@ MB = 1 << 20
 
 
 @pytest.fixture
-def hub() -> Iterator[Hub]:
+def hub():
     with serve_hub() as server:
         server.add("me/tiny", {f"{name}.bin": os.urandom(MB) for name in ("weights", "a", "b", "c")})
         yield server
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path):
     toml = f'recipe = "cpu"\ncode = "."\ndata = ["hf://me/tiny"]\ncommand = ["sh", "-c", "{LOOK}"]\n'
     return write_files(tmp_path / "project", {"imgkit.toml": toml})
 
 
-def run_job(project: Path, hub: Hub, hf_home: Path) -> Done:
+def run_job(project, hub, hf_home):
     env = {"HF_ENDPOINT": hub.address, "HF_HOME": str(hf_home)}
     return run(*IMGKIT, "run", "--runtime", "host", folder=project, env=env)
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 from labkit import IMGKIT, PACKAGE, PLACE, QUIET, Cluster, expect_success, imgkit, run, slurm_marks, until
-from remotekit import FarHost, far_host, login_node
+from remotekit import far_host, login_node
 from runkit import assert_same_state
 
 pytestmark = [*slurm_marks, pytest.mark.sshd, pytest.mark.soak]
@@ -27,20 +26,20 @@ system:
 """
 
 
-def accuracies(text: str) -> dict[str, str]:
+def accuracies(text):
     """What was printed last for each epoch."""
     return dict(re.findall(r"(epoch \d+)/\d+  accuracy (.*%)", text))
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path):
     folder = tmp_path / "my work"
     expect_success(imgkit("init", "--recipe", "cpu", folder, env={"XDG_STATE_HOME": str(tmp_path / "state")}))
     yield folder
     run("docker", "rm", "--force", f"imgkit-init-{os.getpid()}")
 
 
-def train_argv(folder: Path, image: str, name: str) -> list[str]:
+def train_argv(folder, image, name):
     """The command that trains in `folder`, as its owner, in the run folder `name`."""
     start = ["docker", "run", "--rm", "--init", "--network", "none", "--name", f"imgkit-init-{os.getpid()}"]
     mounted = ["--volume", f"{PACKAGE}:{PLACE}:ro", "--volume", f"{folder}:/workspace", *QUIET]
@@ -55,7 +54,7 @@ def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder, standin)
     undisturbed = expect_success(run(*train_argv(folder, standin, "whole")))
     train, run_folder = train_argv(folder, standin, "cut"), folder / "runs/cut"
 
-    def checkpoints(after: int = 0) -> bool:
+    def checkpoints(after=0):
         steps = [int(path.name[5:]) for path in run_folder.glob("checkpoints/step-*")]
         return max(steps, default=0) > after
 
@@ -83,7 +82,7 @@ def test_killed_and_stopped_training_ends_as_an_undisturbed_one(folder, standin)
 class FollowedJob:
     """``imgkit run`` in a folder, which follows the job that it submitted."""
 
-    def __init__(self, far: FarHost, folder: Path, *args: str) -> None:
+    def __init__(self, far, folder, *args):
         self.output, self.errors = folder.parent / "output", folder.parent / "errors"
         with self.output.open("wb") as output, self.errors.open("wb") as errors:
             self.process = subprocess.Popen(
@@ -96,15 +95,15 @@ class FollowedJob:
                 start_new_session=True,
             )
 
-    def text(self) -> str:
+    def text(self):
         return self.output.read_text() + self.errors.read_text()
 
-    def wait(self, condition: Callable[[str], object]) -> None:
+    def wait(self, condition):
         until(lambda: self.process.poll() is not None or condition(self.text()), describe=self.text)
         assert self.process.poll() is None, self.text()
 
 
-def kill(cluster: Cluster, node: str, program: str) -> None:
+def kill(cluster, node, program):
     """Kill the newest process of `node` whose arguments match `program`."""
     pids = [line.split()[0] for line in cluster.ps("pid=,args=", node) if re.search(program, line)]
     assert pids
@@ -138,7 +137,7 @@ def test_job_on_two_nodes_ends_as_an_undisturbed_one(standin):
         (folder,) = set((root / "store/runs").iterdir()) - {undisturbed}
         job = folder.name.rpartition("-")[2]
 
-        def resumed(count: int) -> Callable[[str], object]:
+        def resumed(count):
             return lambda text: (
                 text.count("resumes after step ") == count
                 and " loss " in text.rpartition("resumes after step ")[2]

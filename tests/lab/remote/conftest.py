@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from remotekit import FarHost
 
 
 @pytest.fixture
-def far(served: FarHost, monkeypatch: pytest.MonkeyPatch) -> FarHost:
+def far(served, monkeypatch):
     """Return the host of the module's fixture `served`, with the variables of its ssh in the environment."""
-    for name, value in served.env.items():
-        monkeypatch.setenv(name, value)
+    served.enter(monkeypatch)
     served.direct()
     return served

@@ -7,35 +7,35 @@ import json
 import os
 import pty
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import tiny_image
+from file_tree import write_files, write_program
 from job_records import submitted_job
-from labkit import IMGKIT, expect_success, ordinary_user, output, public_folder
-from remotekit import FarHost, far_host, sshd
+from labkit import IMGKIT, expect_failure, expect_success, ordinary_user, output, public_folder
+from remotekit import far_host, far_marks, sshd
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.jobs.remote import check, connection, fetch, gc, jobs, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.remote.connection import Connection
 from imgkit_entrypoints.errors import CheckFailed
 
-pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far")]
+pytestmark = [*far_marks, pytest.mark.xdist_group("far")]
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service or a second user needs root")
 
 
 @pytest.fixture
-def far() -> Iterator[FarHost]:
+def far():
     with far_host(Path(f"/tmp/imgkit-far-{os.getpid()}")) as host:
         yield host
 
 
-def add(far: FarHost, folder: Path, *options: str) -> None:
+def add(far, folder, *options):
     expect_success(far.imgkit("remote", "add", "mine", f"far:{folder}", *options))
 
 
-def send_code(reached: Connection, folder: Path, home: str) -> None:
+def send_code(reached, folder, home):
     """Send a new folder with one file to ``code/x``."""
     folder.mkdir()
     (folder / "a b.py").write_text("1\n")
@@ -44,15 +44,23 @@ def send_code(reached: Connection, folder: Path, home: str) -> None:
     )
 
 
-def rows(far: FarHost) -> dict[str, dict[str, str]]:
-    result = far.imgkit("doctor", "--on", "mine", "--json")
+def doctor(far, folder, *options):
+    """Add the remote ``mine``, and check it."""
+    add(far, folder, *options)
+    return far.imgkit("doctor --on mine")
+
+
+def rows(far, folder=None):
+    """Return the checks of the remote ``mine``, which is in a new `folder` or was added before."""
+    if folder:
+        add(far, folder)
+    result = far.imgkit("doctor --on mine --json")
     return {row["name"]: row for row in json.loads(result.stdout)["checks"]}
 
 
 def test_check_logs_in_once_and_reports(far, tmp_path):
     with sshd(far):
-        add(far, tmp_path / "my imgkit")
-        checks = rows(far)
+        checks = rows(far, tmp_path / "my imgkit")
         assert len(far.calls()) == 1
     assert checks["login"]["verdict"] == "ok"
     assert checks["folder"]["found"].startswith(f"{tmp_path}/my imgkit, ")
@@ -85,25 +93,13 @@ def test_files_come_and_go_behind_a_banner(far, tmp_path, shell, monkeypatch):
     if not shutil.which(shell):
         pytest.skip(f"no {shell}")
     banner = far.folder / "shell"
-    banner.write_text(
-        f'#!/bin/sh\necho Welcome; echo "@ERROR" >&2\nexec {shell} -c "$SSH_ORIGINAL_COMMAND"\n'
-    )
-    banner.chmod(0o755)
-    for name, value in far.env.items():
-        monkeypatch.setenv(name, value)
+    write_program(banner, f'echo Welcome; echo "@ERROR" >&2\nexec {shell} -c "$SSH_ORIGINAL_COMMAND"')
+    far.enter(monkeypatch)
     home, target = tmp_path / "a store; of 'mine'", tmp_path / "here"
     run = home / "runs/mn5-7"
     (home / "images").mkdir(parents=True)
-    (run / "checkpoints/1").mkdir(parents=True)
-    (run / "a\nb").mkdir()
-    files = {
-        "metrics.jsonl": "1\n",
-        "a\nb/$(touch x) 'y'": "2\n",
-        "checkpoints/1/w": "3\n",
-        ".imgkit-secret": "",
-    }
-    for name, text in files.items():
-        (run / name).write_text(text)
+    files = {"metrics.jsonl": "1", "a\nb/$(touch x) 'y'": "2", "checkpoints/1/w": "3", ".imgkit-secret": b""}
+    write_files(run, files)
     (run / "link").symlink_to("/etc/passwd")
     os.mkfifo(run / "pipe")
     record = submitted_job(directory=home, remote="mine", command=("x",))
@@ -130,10 +126,8 @@ def test_files_come_and_go_behind_a_banner(far, tmp_path, shell, monkeypatch):
 
 def test_login_shell_that_runs_nothing_is_named(far, tmp_path):
     with sshd(far, forced=["/bin/echo", "This account is currently not available."]):
-        add(far, tmp_path / "x")
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 4
-    assert "runs no command; it printed: This account is currently not available." in result.stderr
+        message = "runs no command; it printed: This account is currently not available."
+        expect_failure(doctor(far, tmp_path / "x"), 4, message)
 
 
 @pytest.mark.parametrize(
@@ -146,9 +140,7 @@ def test_host_with_another_key_is_refused(far, tmp_path, is_known, hint):
             far.know(far.folder / "id.pub")
         else:
             (far.folder / "known_hosts").write_text("")
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 4
-    assert hint in result.stderr
+        expect_failure(far.imgkit("doctor --on mine"), 4, hint)
     assert not (tmp_path / "x").exists()
 
 
@@ -156,10 +148,12 @@ def test_password_is_not_asked_for_without_a_terminal(far, tmp_path):
     with sshd(far, "PasswordAuthentication yes"):
         add(far, tmp_path / "x")
         (far.folder / "authorized").write_text("")
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 4
-    assert "Permission denied" in result.stderr
-    assert "in a terminal, where ssh can ask: imgkit doctor --on mine" in result.stderr
+        expect_failure(
+            far.imgkit("doctor --on mine"),
+            4,
+            "Permission denied",
+            "in a terminal, where ssh can ask: imgkit doctor --on mine",
+        )
 
 
 SECOND_FACTOR = """\
@@ -172,22 +166,21 @@ CODE = "424242"
 
 
 @contextlib.contextmanager
-def with_second_factor(far: FarHost) -> Iterator[Path]:
+def with_second_factor(far):
     """A real sshd that asks for a code after the key, through PAM; yields the list of what it was given."""
     codes_file, stub = far.folder / "asked", far.folder / "stub-of-a-code"
     codes_file.touch()
-    stub.write_text(f'#!/bin/sh\ncode=$(cat)\necho "$code" >> {codes_file}\n[ "$code" = {CODE} ]\n')
-    stub.chmod(0o755)
+    write_program(stub, f'code=$(cat)\necho "$code" >> {codes_file}\n[ "$code" = {CODE} ]')
     methods = ("AuthenticationMethods publickey,keyboard-interactive", "KbdInteractiveAuthentication yes")
     with sshd(far, "PermitRootLogin yes", *methods, pam=SECOND_FACTOR.format(stub)):
         yield codes_file
 
 
-def at_terminal(far: FarHost, *args: str, answer: str) -> tuple[int, str]:
+def at_terminal(far, line, answer):
     """Run imgkit at a terminal where a person answers each question; its exit code, and what it showed."""
     child, terminal = pty.fork()
     if child == 0:
-        os.execve(IMGKIT[0], [*IMGKIT, *args], {**os.environ, **far.env})  # noqa: S606 - an argv list
+        os.execve(IMGKIT[0], [*IMGKIT, *line.split()], {**os.environ, **far.env})  # noqa: S606 - an argv list
     seen, answered = b"", 0
     with contextlib.suppress(OSError):  # the end of a terminal
         while data := os.read(terminal, 4096):
@@ -199,30 +192,29 @@ def at_terminal(far: FarHost, *args: str, answer: str) -> tuple[int, str]:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), seen.decode(errors="replace")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service of its own needs root")
+@needs_root
 def test_second_factor_is_asked_once(far, tmp_path):
     with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
-        _, seen = at_terminal(far, "doctor", "--on", "mine", answer=CODE)
+        _, seen = at_terminal(far, "doctor --on mine", CODE)
         assert "one connection for all commands" in seen
         assert rows(far)["login"]["verdict"] == "ok"  # without a terminal, through the open connection
-        assert at_terminal(far, "remote", "gc", "mine", answer="none")[0] == 0
+        assert at_terminal(far, "remote gc mine", "none")[0] == 0
         assert codes_file.read_text() == f"{CODE}\n"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a PAM service of its own needs root")
+@needs_root
 def test_second_factor_is_refused_without_a_terminal(far, tmp_path):
     with with_second_factor(far) as codes_file:
         add(far, tmp_path / "x")
-        result = far.imgkit("doctor", "--on", "mine")
-        assert result.returncode == 4
-        assert "Permission denied (keyboard-interactive)" in result.stderr
-        assert (
-            "in a terminal, where ssh can ask: imgkit doctor --on mine; then this command again"
-            in result.stderr
+        expect_failure(
+            far.imgkit("doctor --on mine"),
+            4,
+            "Permission denied (keyboard-interactive)",
+            "in a terminal, where ssh can ask: imgkit doctor --on mine; then this command again",
         )
         assert codes_file.read_text() == ""
-        code, seen = at_terminal(far, "doctor", "--on", "mine", answer="wrong")
+        code, seen = at_terminal(far, "doctor --on mine", "wrong")
     assert code == 4
     assert "the key was accepted, the second factor was not: ssh far true" in seen
 
@@ -230,26 +222,19 @@ def test_second_factor_is_refused_without_a_terminal(far, tmp_path):
 def test_host_that_does_not_answer_is_named(far, tmp_path):
     with sshd(far):
         add(far, tmp_path / "x")
-    result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 4
-    assert "mine: ssh to far failed: " in result.stderr
-    assert "Connection refused" in result.stderr
+    expect_failure(far.imgkit("doctor --on mine"), 4, "mine: ssh to far failed: ", "Connection refused")
 
 
 @pytest.mark.parametrize("folder", ["/proc/imgkit", "/dev/null/x"])
 def test_folder_that_cannot_be_made_fails_the_check(far, folder):
     with sshd(far):
-        add(far, Path(folder))
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 1
+        result = expect_failure(doctor(far, Path(folder)), 1)
     assert f"{folder} cannot be used" in result.stdout
 
 
 def test_missing_scheduler_fails_the_check(far, tmp_path):
     with sshd(far):
-        add(far, tmp_path / "x", "--recipe", "lambda")
-        result = far.imgkit("doctor", "--on", "mine")
-    assert result.returncode == 1
+        result = expect_failure(doctor(far, tmp_path / "x", "--recipe", "lambda"), 1)
     assert "which imgkit run does not support" in result.stdout
 
 
@@ -259,7 +244,7 @@ TOOLS = (
 )
 
 
-def login_shell(far: FarHost, **programs: str) -> list[str]:
+def login_shell(far, **programs):
     """A login shell whose PATH has what every cluster has, and these programs: paths, or texts of scripts."""
     folder = far.folder / "tools"
     folder.mkdir()
@@ -272,21 +257,16 @@ def login_shell(far: FarHost, **programs: str) -> list[str]:
         if text.startswith("/"):
             (folder / name).symlink_to(text)
         else:
-            (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-            (folder / name).chmod(0o755)
-    shell = far.folder / "shell"
-    shell.write_text(f'#!/bin/sh\nPATH={folder}\nexport PATH\nexec /bin/sh -c "$SSH_ORIGINAL_COMMAND"\n')
-    shell.chmod(0o755)
-    return [str(shell)]
+            write_program(folder / name, text)
+    script = f'PATH={folder}\nexport PATH\nexec /bin/sh -c "$SSH_ORIGINAL_COMMAND"'
+    return [str(write_program(far.folder / "shell", script))]
 
 
 def test_login_node_needs_no_python(far, tmp_path, monkeypatch):
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 20.11")):
-        add(far, tmp_path / "a b")
-        checks = rows(far)
+        checks = rows(far, tmp_path / "a b")
         assert "tools" not in checks
-        for name, value in far.env.items():
-            monkeypatch.setenv(name, value)
+        far.enter(monkeypatch)
         reached = connection.connect(Remote(name="mine", address="far", folder=f"{tmp_path}/a b"))
         far_store = store.open_store(reached, program="sh")
         send_code(reached, tmp_path / "my code", far_store.home)
@@ -302,10 +282,12 @@ def test_archive_that_nothing_here_converts_names_the_way_there(far, tmp_path):
     with sshd(far, forced=login_shell(far, sbatch="echo slurm 23.02.7")):
         add(far, tmp_path / "a b", "--recipe", "mn5")
         job = ("-A", "p1", "--qos", "acc_debug", "--time", "5m", "--", "true")
-        result = far.imgkit("run", "my tiny.tar", "--on", "mine", *job, folder=tmp_path, env=env)
-    assert result.returncode == 3, result.stderr
-    assert "apt install squashfs-tools" in result.stderr
-    assert "and there: imgkit sif 'my tiny.tar' --submit --system RECIPE, then" in result.stderr
+        expect_failure(
+            far.imgkit("run", "my tiny.tar", "--on", "mine", *job, folder=tmp_path, env=env),
+            3,
+            "apt install squashfs-tools",
+            "and there: imgkit sif 'my tiny.tar' --submit --system RECIPE, then",
+        )
     assert not list((tmp_path / "a b/images").iterdir())
 
 
@@ -314,8 +296,7 @@ def test_missing_tool_is_named(far, tmp_path):
     for tool in ("sha256sum", "rsync"):
         (far.folder / "tools" / tool).unlink()
     with sshd(far, forced=forced):
-        add(far, tmp_path / "x")
-        checks = rows(far)
+        checks = rows(far, tmp_path / "x")
     assert checks["tools"]["verdict"] == "fail"
     assert checks["tools"]["found"] == "no rsync, sha256sum"
     assert "dnf install" in checks["tools"]["hint"]
@@ -331,8 +312,7 @@ def test_what_a_cluster_has_is_reported(far, tmp_path):
         ),
     }
     with sshd(far, forced=login_shell(far, **fakes)):
-        add(far, tmp_path / "x")
-        checks = rows(far)
+        checks = rows(far, tmp_path / "x")
     assert checks["folder"]["found"].endswith("120G 400G")
     assert checks["scheduler"]["found"] == "slurm: slurm 23.02.7"
     assert checks["runtime"]["verdict"] == "warn"
@@ -362,19 +342,17 @@ echo "{}"
 )
 def test_quota_of_lustre_is_reported(far, tmp_path, text, quota):
     with sshd(far, forced=login_shell(far, lfs=FAKE_OF_LFS.format(text), sbatch="echo slurm")):
-        add(far, tmp_path / "x")
-        assert rows(far)["folder"]["found"].endswith(f"; quota: {quota}")
+        assert rows(far, tmp_path / "x")["folder"]["found"].endswith(f"; quota: {quota}")
 
 
 def test_scheduler_that_does_not_answer_fails_the_check(far, tmp_path):
     with sshd(far, forced=login_shell(far, sbatch="echo no configuration >&2; exit 1")):
-        add(far, tmp_path / "x")
-        checks = rows(far)
+        checks = rows(far, tmp_path / "x")
     assert checks["scheduler"]["verdict"] == "fail"
     assert checks["scheduler"]["found"] == "it does not answer: no configuration"
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="a second user needs root")
+@needs_root
 def test_two_users_keep_apart_below_one_folder(far):
     parent = public_folder("two")
     parent.chmod(0o1777)
@@ -382,13 +360,12 @@ def test_two_users_keep_apart_below_one_folder(far):
     usable = "ok" if has_room else "warn"
     try:
         with ordinary_user() as name, sshd(far):
-            add(far, parent / "mine")
-            assert rows(far)["folder"]["verdict"] == usable
+            assert rows(far, parent / "mine")["folder"]["verdict"] == usable
             output("usermod", "--password", "*", name)
             far.folder.chmod(0o711)
             far.direct(name)
             assert rows(far)["folder"]["verdict"] == "fail"
-            result = far.imgkit("doctor", "--on", "mine")
+            result = far.imgkit("doctor --on mine")
             assert f"{parent}/mine belongs to root" in result.stdout
             assert f"imgkit remote add mine far:{parent}/mine/YOU --replace" in result.stdout
             add(far, parent / "yours", "--replace")

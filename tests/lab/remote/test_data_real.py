@@ -3,39 +3,36 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from file_tree import write_files
 from labkit import output
 from notes import Notes
-from remotekit import FarHost, far_host, sshd
+from remotekit import far_host, far_marks, run_at_once, sshd
 
 from imgkit_builder.data import folder, spec
-from imgkit_builder.data.folder import DataFolder
 from imgkit_builder.jobs.remote import connection, transfer
 from imgkit_builder.jobs.remote.config import Remote
 from imgkit_entrypoints.errors import CheckFailed
 
-pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far-data")]
+pytestmark = [*far_marks, pytest.mark.xdist_group("far-data")]
 MB = 1 << 20
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[FarHost]:
+def served():
     with far_host(Path(f"/tmp/imgkit-data-{os.getpid()}")) as host, sshd(host):
         yield host
 
 
 @pytest.fixture
-def data(tmp_path: Path) -> DataFolder:
+def data(tmp_path):
     files = {f"data/x/part {number}": os.urandom(MB) for number in range(6)}
     return folder.find_folder(spec.parse_spec("data/x"), write_files(tmp_path / "project", files))
 
 
-def send(home: Path, data: DataFolder, *earlier: str) -> Path:
+def send(home, data, *earlier):
     (home / "data").mkdir(parents=True, exist_ok=True)
     remote = Remote(name="far", address="far", folder=str(home))
     transfer.send_data(connection.connect(remote), data, home=str(home), earlier=earlier, report=Notes())
@@ -45,11 +42,7 @@ def send(home: Path, data: DataFolder, *earlier: str) -> Path:
 @pytest.mark.usefixtures("far")
 def test_two_runs_that_send_at_once_share_one_folder(tmp_path, data):
     home, targets = tmp_path / "my store", []
-    threads = [threading.Thread(target=lambda: targets.append(send(home, data))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(lambda: targets.append(send(home, data)))
     assert targets == [home / "data" / data.name] * 3
     assert output("diff", "-r", data.path, targets[0]) == ""
     assert [path for path in (home / "data").rglob("*") if ".incoming/" in str(path)] == []

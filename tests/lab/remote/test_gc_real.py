@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from labkit import Done, expect_success
+from labkit import expect_failure, expect_success
 from remote_image import remote_image
-from remotekit import FarHost, far_host, sshd
+from remotekit import far_host, run_at_once, sshd
 
 from imgkit_builder.jobs.remote import connection, gc
 from imgkit_builder.jobs.remote import store as far_store
@@ -26,13 +24,13 @@ pytestmark = [pytest.mark.sshd, pytest.mark.xdist_group("far-move")]
 
 
 @pytest.fixture(scope="module")
-def far() -> Iterator[FarHost]:
+def served():
     with far_host(Path(f"/tmp/imgkit-gc-{os.getpid()}")) as host, sshd(host):
         yield host
 
 
 @pytest.fixture
-def store(far: FarHost, tmp_path: Path) -> Path:
+def store(far, tmp_path):
     folder = tmp_path / "my store"
     for name in (*far_store.FOLDERS, "runs", "jobs"):
         (folder / name).mkdir(parents=True)
@@ -40,27 +38,25 @@ def store(far: FarHost, tmp_path: Path) -> Path:
     return folder
 
 
-def put_file(path: Path, text: str = "x", age_s: float = OLD_S) -> Path:
+def put_file(path, text="x", age_s=OLD_S):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
     os.utime(path, (time.time() - age_s,) * 2)
     return path
 
 
-def put_image(folder: Path, file: str = "image.sif", age_s: float = OLD_S) -> Path:
+def put_image(folder, file="image.sif", age_s=OLD_S):
     """Make the folder of an image with one file, both of that age."""
     put_file(folder / file, age_s=age_s)
     os.utime(folder, (time.time() - age_s,) * 2)
     return folder
 
 
-def collected(far: FarHost, *options: object) -> Done:
+def collected(far, *options):
     return expect_success(far.imgkit("remote", "gc", "mine", *options))
 
 
-def reach(far: FarHost, store: Path, monkeypatch: pytest.MonkeyPatch) -> connection.Connection:
-    for name, value in far.env.items():
-        monkeypatch.setenv(name, value)
+def reach(store):
     return connection.connect(Remote(name="mine", address="far", folder=str(store)))
 
 
@@ -95,9 +91,9 @@ def test_only_old_images_and_code_of_imgkit_go(far, store):
     assert collected(far, "--delete").stdout == "nothing is unused; 1 in use\n"
 
 
-def test_image_that_is_chosen_meanwhile_stays(far, store, monkeypatch):
+def test_image_that_is_chosen_meanwhile_stays(store):
     image = put_image(store / "images" / IMAGE)
-    connected = reach(far, store, monkeypatch)
+    connected = reach(store)
     unused = gc.find_unused(connected, 30)
     assert [folder.path for folder in unused.folders] == [f"images/{IMAGE}"]
     (image / "image.sif").touch()
@@ -105,20 +101,14 @@ def test_image_that_is_chosen_meanwhile_stays(far, store, monkeypatch):
     assert [path.name for path in image.parent.iterdir()] == [IMAGE]
 
 
-def test_two_removals_at_once_do_not_collide(far, store, monkeypatch):
+def test_two_removals_at_once_do_not_collide(store):
     for letter in "0123456789abcdef":
         put_image(store / "images" / (letter * 64 + IMAGE[64:]))
-    connected = reach(far, store, monkeypatch)
+    connected = reach(store)
     unused = gc.find_unused(connected, 30)
     assert len(unused.folders) == 16
     removed: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: removed.extend(gc.remove_unused(connected, unused))) for _ in range(3)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(lambda: removed.extend(gc.remove_unused(connected, unused)))
     assert sorted(removed) == sorted(folder.path for folder in unused.folders)
     assert [path for path in store.rglob("*") if path.is_file()] == []
 
@@ -137,7 +127,7 @@ def test_jobs_of_a_silent_scheduler_keep_their_images(far, store):
     assert "what any job there names counts as in use: squeue failed with exit code" in result.stderr
 
 
-def test_new_image_of_a_project_replaces_older_ones(far, store, monkeypatch):
+def test_new_image_of_a_project_replaces_older_ones(store, monkeypatch):
     images = [remote_image(letter) for letter in "edcb"]
     for image in images:
         put_image(store / "images" / image.name)
@@ -146,7 +136,7 @@ def test_new_image_of_a_project_replaces_older_ones(far, store, monkeypatch):
     (store / "runs/x-7/checkpoints/step-0000000005").mkdir(parents=True)
     monkeypatch.setattr(gc, "unfinished_jobs", lambda connection, system: gc.UnfinishedJobs())
     os.link(store / images[2].path, store / "mine.sif")
-    connected = reach(far, store, monkeypatch)
+    connected = reach(store)
     unused, by_path = gc.find_superseded(connected, images, remote_image("f"))
     # The newest older one stays, one has another name, and one belongs to a run that can be resumed.
     assert gc.remove_unused(connected, unused) == (f"images/{images[1].name}",)
@@ -164,6 +154,4 @@ def test_store_that_is_not_there_is_empty(far, store):
 
 @pytest.mark.parametrize("days", ["0", "-1", "x"])
 def test_days_must_be_a_number_above_zero(far, store, days):
-    result = far.imgkit("remote", "gc", "mine", "--days", days, "--delete")
-    assert result.returncode == 2
-    assert "--days" in result.stderr
+    expect_failure(far.imgkit("remote gc mine --days", days, "--delete"), 2, "--days")

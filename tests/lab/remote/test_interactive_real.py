@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from labkit import IMGKIT, TOKEN, Cluster, expect_success, output, slurm_marks, until
-from remotekit import FarSite, far_host, login_node
+from remotekit import FarSite, far_host, far_marks
 from terminals import Terminal
 
 RECIPE = """\
@@ -20,16 +19,11 @@ system:
   node: {gpus: 0, cpus: 2}
 """
 
-pytestmark = [
-    *slurm_marks,
-    pytest.mark.sshd,
-    pytest.mark.programs("rsync"),
-    pytest.mark.xdist_group("far-shell"),
-]
+pytestmark = [*slurm_marks, *far_marks, pytest.mark.xdist_group("far-shell")]
 
 
 @pytest.fixture(scope="module")
-def site(standin_notorch: str) -> Iterator[FarSite]:
+def site(standin_notorch):
     """A login node with a store whose name has a blank, and here a .sif and a folder of code."""
     folder = Path(f"/tmp/imgkit-shell-{os.getpid()}")
     cluster = Cluster(state=folder / "c")
@@ -37,41 +31,37 @@ def site(standin_notorch: str) -> Iterator[FarSite]:
         site = FarSite(far=far, cluster=cluster, folder=folder / "here", store=folder / "my store")
         (site.folder / "code").mkdir(parents=True)
         (site.folder / "code/train.py").write_text("print('the code')\n")
-        (site.folder / "mine.yaml").write_text(RECIPE)
         output("docker", "save", "-o", site.folder / "site.tar", standin_notorch)
-        expect_success(site.imgkit("sif", "site.tar"))
+        expect_success(site.imgkit("sif site.tar"))
         cluster.up(2)
         try:
-            login_node(far, cluster)
-            expect_success(
-                site.imgkit("remote", "add", "far", f"far:{site.store}", "--recipe", "./mine.yaml")
-            )
+            site.add_remote(RECIPE)
             yield site
         finally:
             far.disconnect()
             cluster.down()
 
 
-def at_terminal(site: FarSite, *args: str) -> Terminal:
+def at_terminal(site, *args):
     argv = (*IMGKIT, "run", "site.sif", "--on", "far", "--time", "5m", "--interactive", *args)
     return Terminal(argv, env={**site.far.env, "TOKEN": TOKEN}, folder=site.folder)
 
 
-def wait_for_prompt(terminal: Terminal) -> None:
+def wait_for_prompt(terminal):
     """Read until the shell in the container asks for a command: ``Singularity> ``, or ``Apptainer> ``."""
     terminal.read_until("ready for job")
     terminal.read_until("> ")
 
 
-def cancel_job(site: FarSite, terminal: Terminal) -> None:
+def cancel_job(site, terminal):
     """End the job that `salloc` named at the terminal; the queue may still show the one before."""
     job = re.search(r"Granted job allocation (\d+)", terminal.text)
     assert job, terminal.text
     site.cluster("scancel", job[1])
 
 
-def queue(site: FarSite) -> str:
-    return site.cluster("squeue", "--noheader").stdout.strip()
+def queue(site):
+    return site.cluster("squeue --noheader").stdout.strip()
 
 
 def test_shell_on_a_node_has_the_code_and_the_terminal(site):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import LAB, Cluster, Done, cluster_marks, expect_success, run, until
-from remotekit import FarHost, far_host, login_node
+from labkit import Cluster, cluster_marks, expect_success, pbs_standin, run, split_line, until
+from remotekit import FarSite, far_host, far_marks
 
 BASE = "imgkit.local/standin:24.03-notorch"
 RECIPE = f"""\
@@ -27,65 +23,39 @@ system:
   queue: {{options: [-l, place=scatter]}}
 """
 
-pytestmark = [
-    *cluster_marks,
-    pytest.mark.sshd,
-    pytest.mark.programs("rsync"),
-    pytest.mark.soak,
-    pytest.mark.xdist_group("far-pbs"),
-]
+pytestmark = [*cluster_marks, *far_marks, pytest.mark.soak, pytest.mark.xdist_group("far-pbs")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Site:
+class Site(FarSite):
     """A person's folder here, and a login node of PBS."""
 
-    far: FarHost
-    folder: Path
-    store: Path
-
-    def imgkit(self, *args: object) -> Done:
-        return self.far.imgkit(*args, folder=self.folder)
-
-    def run(self, *args: object) -> Done:
-        return self.imgkit(
-            "run", "--on", "far", "--base", BASE, "--time", "5m", "--pbs-start", "pbsdsh", *args
-        )
+    def run(self, *args):
+        line = f"run --on far --base {BASE} --time 5m --pbs-start pbsdsh"
+        return self.imgkit(line, *split_line(*args))
 
 
 @pytest.fixture(scope="module")
-def site(standin_notorch: str) -> Iterator[Site]:
-    folder = Path(f"/tmp/imgkit-qsub-{os.getpid()}")
+def site(standin_notorch):
+    folder, name = Path(f"/tmp/imgkit-qsub-{os.getpid()}"), f"qsub{os.getpid()}"
     cluster = Cluster(state=folder / "c")
     with far_host(folder) as far:
         folder.chmod(0o711)
         cluster.up(2, "--no-slurm")
-        serving = subprocess.Popen(
-            [sys.executable, LAB / "pbs-standin", cluster.state], stdout=subprocess.PIPE, text=True
-        )
         try:
-            assert serving.stdout is not None
-            assert serving.stdout.readline() == "serving\n"
-            login_node(far, cluster, "researcher")
-            name = f"qsub{os.getpid()}"
-            new_site = Site(far=far, folder=folder / "here", store=cluster.state / "home/researcher/my store")
-            new_site.folder.mkdir()
-            (new_site.folder / f"{name}.yaml").write_text(RECIPE)
-            expect_success(
-                new_site.imgkit("remote", "add", "far", "far:my store", "--recipe", f"./{name}.yaml")
-            )
-            yield new_site
+            with pbs_standin(cluster):
+                store = cluster.state / "home/researcher/my store"
+                site = Site(far=far, cluster=cluster, folder=folder / "here", store=store)
+                site.add_remote(RECIPE, name, "researcher")
+                yield site
+                far.disconnect()
         finally:
-            far.disconnect()
-            serving.terminate()
-            serving.wait()
             cluster.down()
-            run("docker", "rmi", "--force", f"qsub{os.getpid()}:latest")
+            run("docker", "rmi", "--force", f"{name}:latest")
 
 
 def test_pbs_job_is_followed_to_its_end_and_fetched(site):
     make = 'echo "$(hostname) has [$1]"; cd "$IMGKIT_RUN_DIR" && echo 1 > "of $(hostname)"'
-    result = expect_success(site.run("--nodes", "2", "--", "sh", "-c", make, "x", "a  b'c"))
+    result = expect_success(site.run("--nodes 2 -- sh -c", make, "x", "a  b'c"))
     assert {"node1 has [a  b'c]", "node2 has [a  b'c]"} <= set(result.stdout.splitlines())
     match = re.search(r"job (\d+\.standin@far);", result.stderr)
     assert match, result.stderr
@@ -99,21 +69,21 @@ def test_pbs_job_is_followed_to_its_end_and_fetched(site):
 
 
 def test_pbs_job_is_seen_kept_and_cancelled(site):
-    result = expect_success(site.run("--detach", "--", "sleep", "500"))
+    result = expect_success(site.run("--detach -- sleep 500"))
     job = result.stdout.strip()
     status = expect_success(site.imgkit("status", job))
     assert " R\n" in status.stdout
     for path in (*(site.store / "images").iterdir(), *(site.store / "jobs").iterdir()):
         os.utime(path, (1e9, 1e9))
-    assert "nothing is unused" in site.imgkit("remote", "gc", "far").stdout
+    assert "nothing is unused" in site.imgkit("remote gc far").stdout
     assert site.imgkit("cancel", job).returncode == 0
-    until(lambda: f"{job} failed" in site.imgkit("status", job).stdout)
+    until(lambda: f"{job} was cancelled" in site.imgkit("status", job).stdout)
     assert site.imgkit("logs", job).returncode == 1
 
 
 def test_task_of_an_array_is_followed_and_fetched(site):
     make = 'echo "task $PBS_ARRAY_INDEX"; echo "$PBS_ARRAY_INDEX" > "$IMGKIT_RUN_DIR/index"'
-    result = expect_success(site.run("--option=-J", "--option=0-1", "--", "sh", "-c", make))
+    result = expect_success(site.run("--option=-J --option=0-1 -- sh -c", make))
     array = result.stdout.strip()
     number = array.partition("[")[0]
     assert array == f"{number}[].standin@far"
@@ -127,12 +97,14 @@ def test_task_of_an_array_is_followed_and_fetched(site):
 
 
 def test_doctor_names_qsub(site):
-    result = site.imgkit("doctor", "--on", "far")
+    result = site.imgkit("doctor --on far")
     assert re.search(r"scheduler +pbs", result.stdout), result.stdout
 
 
 def test_failed_pbs_job_fails_the_command(site):
-    result = site.run("--", "sh", "-c", "echo told; exit 3")
+    result = site.run("-- sh -c", "echo told; exit 3")
     assert "told" in result.stdout.splitlines()
-    assert re.search(r"\d\.standin@far failed; imgkit resume .*; imgkit fetch", result.stderr)
+    assert re.search(
+        r"\d\.standin@far failed with exit code 3; imgkit resume .*; imgkit fetch", result.stderr
+    )
     assert result.returncode == 1

@@ -9,13 +9,12 @@ import itertools
 import os
 import pwd
 import subprocess
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from labkit import Done, afterwards, expect_success, ordinary_user, output, public_folder
+from labkit import afterwards, expect_success, ordinary_user, output, public_folder
 from remotekit import FarHost, far_host, sshd
 
 FAKE_RUNAI = """\
@@ -53,10 +52,10 @@ class Site:
     image: str
     volume: Path
 
-    def imgkit(self, *args: object) -> Done:
+    def imgkit(self, *args):
         return self.far.imgkit(*args, folder=self.folder)
 
-    def submit(self) -> list[str]:
+    def submit(self):
         """Submit the program, and return the arguments of the client."""
         expect_success(
             self.imgkit(
@@ -66,18 +65,18 @@ class Site:
         )
         return self.client_argv()
 
-    def client_argv(self) -> list[str]:
+    def client_argv(self):
         """Return the last arguments of the client."""
         return (self.far.folder / "bin/runai-called").read_text().splitlines()
 
-    def run_pods(self, client_argv: Sequence[str]) -> list[str]:
+    def run_pods(self, client_argv):
         """Run both pods to their end, which must be a good one, and return their outputs."""
         pods = [self.start_pod(client_argv, rank) for rank in range(2)]
         outputs = [pod.communicate(timeout=120)[0] for pod in pods]
         assert [pod.returncode for pod in pods] == [0, 0], outputs
         return outputs
 
-    def start_pod(self, client_argv: Sequence[str], rank: int, user: str = "") -> subprocess.Popen[str]:
+    def start_pod(self, client_argv, rank, user=""):
         """Start a container as the operator starts a pod of `client_argv`.
 
         Parameters
@@ -101,7 +100,7 @@ class Site:
 
 
 @pytest.fixture
-def site(standin_notorch: str) -> Iterator[Site]:
+def site(standin_notorch):
     folder = public_folder("pod-volume")
     with ExitStack() as stack:
         stack.enter_context(afterwards('rm -rf "$1"', folder))

@@ -7,79 +7,87 @@ import random
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import small_sif
-from labkit import output, until
+from file_tree import write_program
+from labkit import output, soak, until
 from notes import Notes
-from remotekit import FarHost, far_host, sshd
+from remotekit import far_host, far_marks, run_at_once, sshd
 
 from imgkit_builder.jobs.remote import connection, store, transfer
 from imgkit_builder.jobs.remote.config import Remote
-from imgkit_builder.jobs.remote.connection import Connection, Cut
-from imgkit_builder.jobs.remote.store import SIF, RemoteImage
+from imgkit_builder.jobs.remote.connection import Cut
+from imgkit_builder.jobs.remote.store import SIF
 from imgkit_entrypoints.errors import CheckFailed
 
 PROXY = Path(__file__).with_name("cut_proxy.py")
 UNPACK = Path(__file__).parents[3] / "ci/lab/unpack"
 MB = 1 << 20
 
-pytestmark = [pytest.mark.sshd, pytest.mark.programs("rsync"), pytest.mark.xdist_group("far-move")]
+pytestmark = [*far_marks, pytest.mark.xdist_group("far-move")]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[FarHost]:
+def served():
     with far_host(Path(f"/tmp/imgkit-move-{os.getpid()}")) as host, sshd(host):
         yield host
 
 
-def reach(folder: Path, *, keep_s: int = 600, bwlimit: float = 0.0) -> Connection:
+def reach(folder, *, keep_s=600, bwlimit=0.0):
     """Return the connection to this machine over ssh; `bwlimit` is in MB/s."""
     remote = Remote(name="far", address="far", folder=str(folder), keep_s=keep_s, bwlimit=bwlimit)
     return connection.connect(remote)
 
 
-def look(folder: Path) -> store.Store:
+def look(folder):
     return store.open_store(reach(folder), program="sh")
 
 
-def send(folder: Path, sif: Path, report: Notes | None = None, *, basis: RemoteImage | None = None) -> Path:
+def send(folder, sif, report=None, *, basis=None):
     """Send `sif`, and return its path on the remote, which is this machine."""
     (folder / "images").mkdir(parents=True, exist_ok=True)
     return send_over(reach(folder), folder, sif, report, basis=basis)
 
 
 def send_over(
-    connection: Connection,
-    home: Path,
-    sif: Path,
-    report: Notes | None = None,
+    connection,
+    home,
+    sif,
+    report=None,
     *,
-    basis: RemoteImage | None = None,
-) -> Path:
+    basis=None,
+):
     image = store.describe_sif(sif)
     transfer.send_image(connection, sif, image, home=str(home), basis=basis, report=report or Notes())
     return home / image.path
 
 
-def assert_only(folder: Path, sif: Path) -> None:
+def assert_only(folder, sif):
     """Fail if the store has anything but one whole image."""
     assert stored(folder) == [sif.with_name("image.json"), sif]
 
 
-def stored(folder: Path) -> list[Path]:
+def stored(folder):
     """Return all files of the store, also those that have not arrived."""
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
+def content(seed, size_bytes):
+    """Return random bytes, which cannot be compressed."""
+    return random.Random(seed).randbytes(size_bytes)  # noqa: S311
+
+
+def write_sif(path, root):
+    return small_sif.write(path, small_sif.ROOT + root)
+
+
 @pytest.fixture
-def sif(tmp_path: Path) -> Path:
+def sif(tmp_path):
     """A .sif of 6 MB and some bytes; nothing in it can be compressed."""
-    return small_sif.write(tmp_path / "x.sif", small_sif.ROOT + random.Random(7).randbytes(6 * MB + 123))  # noqa: S311
+    return write_sif(tmp_path / "x.sif", content(7, 6 * MB + 123))
 
 
 def test_store_finds_the_image_that_it_was_send(far, tmp_path, sif):
@@ -112,10 +120,9 @@ def test_damaged_note_does_not_count(far, tmp_path, sif, damage):
     assert look(folder).images == ()
 
 
-def edited(sif: Path) -> Path:
+def edited(sif):
     """Return the next version of a .sif: some bytes are new, and the rest has moved."""
-    root = small_sif.ROOT + random.Random(8).randbytes(5000) + random.Random(7).randbytes(6 * MB + 123)  # noqa: S311
-    return small_sif.write(sif.with_name("next.sif"), root)
+    return write_sif(sif.with_name("next.sif"), content(8, 5000) + content(7, 6 * MB + 123))
 
 
 def test_next_version_sends_what_changed(far, tmp_path, sif):
@@ -133,7 +140,7 @@ def test_next_version_sends_what_changed(far, tmp_path, sif):
 
 
 @pytest.fixture
-def newer_rsync(tmp_path: Path) -> Path:
+def newer_rsync(tmp_path):
     """A folder with the rsync of Debian trixie.
 
     It lacks a fault of Debian 12's 3.2.7, which discards a file if the path of the basis is relative.
@@ -141,11 +148,8 @@ def newer_rsync(tmp_path: Path) -> Path:
     unpacked = Path(output(UNPACK, "trixie", "rsync", "rsync", "usr/bin/rsync").strip())
     loader = next(unpacked.glob("usr/lib64/ld-linux-*"))
     libraries = next(unpacked.glob("usr/lib/*-linux-gnu"))
-    program = tmp_path / "newer/rsync"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/sh\nexec {loader} --library-path {libraries} {unpacked}/usr/bin/rsync "$@"\n')
-    program.chmod(0o755)
-    return program.parent
+    script = f'exec {loader} --library-path {libraries} {unpacked}/usr/bin/rsync "$@"'
+    return write_program(tmp_path / "newer/rsync", script).parent
 
 
 @pytest.mark.soak
@@ -156,8 +160,7 @@ def test_next_version_sends_what_changed_by_another_rsync(newer_rsync, tmp_path,
         far_host(Path(f"/tmp/imgkit-rsync-{os.getpid()}")) as host,
         sshd(host, f"SetEnv PATH={paths['on the remote']}/usr/bin:/bin"),
     ):
-        for name, value in host.env.items():
-            monkeypatch.setenv(name, value)
+        host.enter(monkeypatch)
         monkeypatch.setenv("PATH", f"{paths['here']}{host.env['PATH']}")
         folder = tmp_path / "s"
         send(folder, sif)
@@ -179,10 +182,7 @@ def test_next_version_sends_what_changed_by_another_rsync(newer_rsync, tmp_path,
 
 def test_basis_of_the_same_size_and_time_is_not_the_file(far, tmp_path, sif):
     folder = tmp_path / "s"
-    different = small_sif.write(
-        tmp_path / "y.sif",
-        small_sif.ROOT + random.Random(9).randbytes(6 * MB + 123),  # noqa: S311
-    )
+    different = write_sif(tmp_path / "y.sif", content(9, 6 * MB + 123))
     os.utime(different, ns=(sif.stat().st_mtime_ns, sif.stat().st_mtime_ns))
     older = send(folder, sif)
     shutil.copystat(sif, older)
@@ -190,14 +190,14 @@ def test_basis_of_the_same_size_and_time_is_not_the_file(far, tmp_path, sif):
     assert target.read_bytes() == different.read_bytes()
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 26))])
+@pytest.mark.parametrize("seed", [1, *soak(*range(2, 26))])
 def test_cut_of_a_next_version_does_not_lose_the_basis(far, tmp_path, seed):
     chosen = random.Random(seed)  # noqa: S311
     rest = chosen.randbytes(12 * MB)
-    sif = small_sif.write(tmp_path / "x.sif", small_sif.ROOT + chosen.randbytes(6 * MB) + rest)
+    sif = write_sif(tmp_path / "x.sif", chosen.randbytes(6 * MB) + rest)
     # The rest has moved towards the end, has its place, or has moved towards the start.
     new_bytes = 6 * MB + (300_000, 0, -300_000)[(seed - 1) % 3]
-    new = small_sif.write(tmp_path / "y.sif", small_sif.ROOT + chosen.randbytes(new_bytes) + rest)
+    new = write_sif(tmp_path / "y.sif", chosen.randbytes(new_bytes) + rest)
     folder = tmp_path / "s"
     send(folder, sif)
     cuts(far, seed, 1, LOST_BYTES + MB // 2)  # within the new 6 MB
@@ -215,21 +215,21 @@ LOST_BYTES = 2 * MB
 """What a cut can lose: OpenSSH's window, which the far end may hold in memory."""
 
 
-def sent_bytes(far: FarHost) -> int:
+def sent_bytes(far):
     """Return the bytes that passed the proxy since `cuts`."""
     return sum(map(int, (far.folder / "limits.passed").read_text().split()))
 
 
-SEEDS = [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 21))]
+SEEDS = [1, *soak(*range(2, 21))]
 
 
 @pytest.fixture
-def large_sif(tmp_path: Path) -> Path:
+def large_sif(tmp_path):
     """A .sif of 12 MB."""
-    return small_sif.write(tmp_path / "x.sif", small_sif.ROOT + random.Random(7).randbytes(12 * MB))  # noqa: S311
+    return write_sif(tmp_path / "x.sif", content(7, 12 * MB))
 
 
-def cuts(far: FarHost, seed: int, number: int, least: int) -> None:
+def cuts(far, seed, number, least):
     """Make the next connections end after random numbers of bytes."""
     chosen = random.Random(seed)  # noqa: S311
     limits = [chosen.randrange(least, least + 3 * MB) for _ in range(number)]
@@ -271,13 +271,13 @@ def test_cut_at_any_moment_leaves_a_whole_file_or_none(far, tmp_path, sif, seed)
     assert_only(tmp_path / "s", target)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 6))])
+@pytest.mark.parametrize("seed", [1, *soak(*range(2, 6))])
 def test_cut_folder_is_complete_or_absend(far, tmp_path, seed):
     folder, home = tmp_path / "my code", tmp_path / "s"
     (folder / "a\nb").mkdir(parents=True)
     (home / "code").mkdir(parents=True)
     for number in range(8):
-        (folder / "a\nb" / f"{number} $(x)").write_bytes(random.Random(number).randbytes(MB))  # noqa: S311
+        (folder / "a\nb" / f"{number} $(x)").write_bytes(content(number, MB))
     cuts(far, seed, 6, 1000)
     target = home / "code/digest"
     for _ in range(7):
@@ -368,11 +368,7 @@ def test_killed_transfer_is_finished_by_the_next(far, tmp_path, sif):
 def test_two_transfers_at_once_do_not_collide(far, tmp_path, sif):
     folder = tmp_path / "s"
     targets: list[Path] = []
-    threads = [threading.Thread(target=lambda: targets.append(send(folder, sif))) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(lambda: targets.append(send(folder, sif)))
     assert len(targets) == 3
     assert targets[0].read_bytes() == sif.read_bytes()
     assert_only(folder, targets[0])
@@ -401,7 +397,7 @@ def test_temporary_file_of_a_killed_rsync_is_used(far, tmp_path, sif):
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def small_disk(tmp_path):
     if os.geteuid() != 0:
         pytest.skip("a small disk needs root")
     disk = tmp_path / "disk"
@@ -426,30 +422,28 @@ def test_disk_that_fills_up_is_named(far, small_disk, sif, monkeypatch):
     assert [path.name for path in (small_disk / "images").iterdir()] == [".incoming"]
 
 
-def test_changed_file_is_not_published(far, tmp_path, sif):
+def change_byte(sif):
     with sif.open("r+b") as stream:
         stream.seek(3 * MB)
         stream.write(b"x")
+
+
+def test_changed_file_is_not_published(far, tmp_path, sif):
+    change_byte(sif)
     with pytest.raises(CheckFailed, match="differs from the image here"):
         send(tmp_path / "s", sif)
     assert stored(tmp_path / "s") == []
 
 
 def test_changed_file_is_not_published_without_openssl(tmp_path, sif, monkeypatch):
-    program = tmp_path / "bin/openssl"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\nexit 1\n")
-    program.chmod(0o755)
+    program = write_program(tmp_path / "bin/openssl", "exit 1")
     with (
         far_host(Path(f"/tmp/imgkit-digest-{os.getpid()}")) as host,
         sshd(host, f"SetEnv PATH={program.parent}:/usr/bin:/bin"),
     ):
-        for name, value in host.env.items():
-            monkeypatch.setenv(name, value)
+        host.enter(monkeypatch)
         target = send(tmp_path / "s", sif)
-        with sif.open("r+b") as stream:
-            stream.seek(3 * MB)
-            stream.write(b"x")
+        change_byte(sif)
         assert target.read_bytes() != sif.read_bytes()
         with pytest.raises(CheckFailed, match="differs from the image here"):
             send(tmp_path / "other", sif)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,16 +14,17 @@ import pytest
 from labkit import (
     TOKEN,
     Cluster,
-    Done,
     afterwards,
+    expect_failure,
     expect_success,
     ordinary_user,
     output,
     public_folder,
     run,
     slurm_marks,
+    split_line,
 )
-from remotekit import FarHost, far_host, login_node
+from remotekit import FarHost, far_host, far_marks, login_node
 
 BASE = "imgkit.local/standin:24.03-notorch"
 RECIPE = f"""\
@@ -38,13 +38,7 @@ system:
 """
 WORK = 'dist-env > /dev/null; id -un; echo "$SECRET" > "$IMGKIT_RUN_DIR/of $(id -un)"; sleep 2'
 
-pytestmark = [
-    *slurm_marks,
-    pytest.mark.sshd,
-    pytest.mark.programs("rsync"),
-    pytest.mark.soak,
-    pytest.mark.xdist_group("far-users"),
-]
+pytestmark = [*slurm_marks, *far_marks, pytest.mark.soak, pytest.mark.xdist_group("far-users")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,20 +50,20 @@ class Person:
     folder: Path
     cluster: Cluster
 
-    def imgkit(self, *args: object, **env: str) -> Done:
+    def imgkit(self, *args, **env):
         return self.far.imgkit(*args, folder=self.folder, env=env)
 
-    def run(self, *args: object, **env: str) -> Done:
+    def run(self, *args, **env):
         """Run the recipe of this person's folder."""
-        return self.imgkit("run", "--on", "far", "--base", BASE, "--time", "5m", *args, **env)
+        return self.imgkit(f"run --on far --base {BASE} --time 5m", *split_line(*args), **env)
 
-    def run_in_account(self, *args: object) -> Done:
+    def run_in_account(self, *args):
         """Run a command in this person's account."""
-        return self.cluster("exec", "login", "--", "runuser", "-u", self.account, "--", *args)
+        return self.cluster("exec login -- runuser -u", self.account, "--", *args)
 
 
 @pytest.fixture(scope="module")
-def people(standin_notorch: str) -> Iterator[tuple[Person, Person]]:
+def people(standin_notorch):
     folder = public_folder("people")
     (folder / "shared").mkdir()
     (folder / "shared").chmod(0o1777)
@@ -95,30 +89,30 @@ def people(standin_notorch: str) -> Iterator[tuple[Person, Person]]:
         yield persons[0], persons[1]
 
 
-def add(person: Person, folder: Path) -> None:
+def add(person, folder):
     (recipe,) = person.folder.glob("*.yaml")
     expect_success(
-        person.imgkit("remote", "add", "far", f"far:{folder}", "--replace", "--recipe", f"./{recipe.name}")
+        person.imgkit("remote add far", f"far:{folder}", "--replace", "--recipe", f"./{recipe.name}")
     )
 
 
-def store(person: Person) -> Path:
-    (row,) = json.loads(person.imgkit("remote", "list", "--json").stdout)["remotes"]
+def store(person):
+    (row,) = json.loads(person.imgkit("remote list --json").stdout)["remotes"]
     return Path(row["folder"])
 
 
-def at_once(people: tuple[Person, Person], *args: object) -> list[Done]:
+def at_once(people, *args):
     with ThreadPoolExecutor() as pool:
         secrets = (f"{TOKEN}-of-{person.account}" for person in people)
         return list(pool.map(lambda person, secret: person.run(*args, SECRET=secret), people, secrets))
 
 
 def test_both_run_one_image_at_once(people):
-    results = at_once(people, "--env", "SECRET", "--", "sh", "-c", WORK)
+    results = at_once(people, "--env SECRET -- sh -c", WORK)
     for person, stranger, result in zip(people, reversed(people), results, strict=True):
         assert result.returncode == 0, result.stderr
         assert result.stdout == f"{person.account}\n"
-        job = json.loads(person.imgkit("runs", "--json").stdout)["runs"][0]["id"]
+        job = json.loads(person.imgkit("runs --json").stdout)["runs"][0]["id"]
         assert person.imgkit("fetch", job).returncode == 0
         (result_file,) = person.folder.glob("runs/*/of *")
         assert result_file.name == f"of {person.account}"
@@ -131,10 +125,12 @@ def test_both_run_one_image_at_once(people):
         script = stranger.run_in_account("scontrol", "write", "batch_script", job.partition("@")[0], "-")
         assert script.stdout == ""
         assert "Invalid user id" in script.stderr
-    names = [sorted(path.name for path in (store(person) / "images").iterdir()) for person in people]
+    names = [
+        sorted(path.parent.name for path in (store(person) / "images").rglob("*.sif")) for person in people
+    ]
     assert names[0] == names[1]
     assert len(names[0]) == 1
-    seen = people[0].cluster("squeue", "--states=all", "--format=%all").stdout
+    seen = people[0].cluster("squeue --states=all --format=%all").stdout
     assert TOKEN not in seen
 
 
@@ -144,7 +140,7 @@ def test_wide_umask_opens_no_folder(people):
     output("install", "-d", "-m", "0755", "-o", person.account, folder)
     try:
         add(person, folder)
-        assert person.run("--", "true").returncode == 0
+        assert person.run("-- true").returncode == 0
         assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir() if path.is_dir()} == {0o700}
         assert stat.S_IMODE(folder.stat().st_mode) == 0o755
     finally:
@@ -158,11 +154,13 @@ def test_folder_of_another_user_is_refused(people, mode):
     output("install", "-d", "-m", f"{mode:o}", "-o", stranger.account, folder)
     try:
         add(person, folder)
-        result = person.run("--", "true")
-        assert result.returncode == 2, result.stderr
-        assert f"{folder} belongs to {stranger.account}" in result.stderr
-        assert f"imgkit remote add far far:{folder}/YOU --replace" in result.stderr
+        expect_failure(
+            person.run("-- true"),
+            2,
+            f"{folder} belongs to {stranger.account}",
+            f"imgkit remote add far far:{folder}/YOU --replace",
+        )
         assert [*folder.iterdir()] == []
-        assert person.imgkit("doctor", "--on", "far").returncode == 1
+        assert person.imgkit("doctor --on far").returncode == 1
     finally:
         add(person, first)

@@ -51,8 +51,6 @@ def carry(source: int, target: int, counted: list[int], at: int, counts: Path) -
 def main() -> None:
     counts, counted = Path(sys.argv[3]), [0, 0]
     far = subprocess.Popen(sys.argv[4:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert far.stdin is not None
-    assert far.stdout is not None
     sink = os.dup(far.stdin.fileno())
     far.stdin.close()
     threading.Thread(target=carry, args=(0, sink, counted, 0, counts), daemon=True).start()

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.xdist_group("probe")]
 
 
 @pytest.fixture(scope="module")
-def bare() -> Iterator[Cluster]:
+def bare():
     """Two nodes without services."""
     cluster = Cluster(state=Path(f"/tmp/imgkit-test-probe-{os.getpid()}"))
     cluster.up(2, "--no-slurm", "--no-ssh")
@@ -28,13 +27,13 @@ def bare() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def nodes(bare: Cluster) -> Iterator[Cluster]:
+def nodes(bare):
     yield bare
     for node in ("node1", "node2"):
         assert bare("fault", "heal", node).returncode == 0
 
 
-def meet(nodes: Cluster, step_s: float = 0.8) -> list[tuple[int, str]]:
+def meet(nodes, step_s=0.8):
     """Exit code and output of a launcher on each node, whose command does nothing."""
     options = {"nnodes": 2, "hosts": ["node1", "node2"], "head": FIRST, "step_s": step_s, "interface": "eth0"}
     started = [

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 
 import pytest
 
 
 @pytest.fixture(params=["root", "ordinary user"])
-def as_user(request: pytest.FixtureRequest) -> Sequence[str]:
+def as_user(request):
     """The argv before a command that runs as root, and as an ordinary user."""
     if request.param == "root":
         return ("env", "USER=root")

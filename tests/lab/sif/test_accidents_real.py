@@ -19,7 +19,7 @@ import pytest
 from file_tree import write_program
 from labkit import IMGKIT, imgkit, imgkit_json, small_disk, until
 from stored_images import archive, busybox_layer, convert_as, only
-from tars import TarEntry, tar_entry
+from tars import tar_entry
 from tiny_image import BUSYBOX
 
 from imgkit_builder.base import files
@@ -48,7 +48,7 @@ class Sources:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
+def sources(tmp_path_factory):
     folder, drawn = tmp_path_factory.mktemp("accidents"), random.Random(1)  # noqa: S311 - no secret
     layers = [
         [tar_entry(f"{layer}/{number}", drawn.randbytes(100_000)) for number in range(4)]
@@ -71,16 +71,16 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Sources:
 class Killed(Silent):
     """A reporter that ends its process at one stage, as ``kill -9`` does."""
 
-    def __init__(self, stage: int) -> None:
+    def __init__(self, stage):
         self.stages_to_go = stage
 
-    def stage(self, text: str) -> None:
+    def stage(self, text):
         self.stages_to_go -= 1
         if self.stages_to_go < 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill(source: Path, target: Path, *, stage: int = 1000, after_s: float | None = None) -> int:
+def kill(source, target, *, stage=1000, after_s=None):
     """Convert in a child that dies at a stage, or after a while; returns its exit code."""
     child = os.fork()
     if child == 0:
@@ -94,7 +94,7 @@ def kill(source: Path, target: Path, *, stage: int = 1000, after_s: float | None
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def assert_next_run_mends(source: Path, target: Path, expected: bytes) -> None:
+def assert_next_run_mends(source, target, expected):
     assert convert_as(0, source, target) == ""
     assert target.read_bytes() == expected
     assert sorted(path.name for path in target.parent.iterdir()) == [target.name]
@@ -115,7 +115,7 @@ def test_kill_at_any_stage_leaves_the_old_file_or_none(sources, tmp_path, stage)
 def test_kill_after_the_file_has_its_name_is_tidied(sources, tmp_path, monkeypatch):
     """The next run finds the right file, and removes the rest all the same."""
 
-    def publish(part: Path, target: Path) -> None:
+    def publish(part, target):
         part.replace(target)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -159,7 +159,7 @@ def test_killed_conversion_leaves_no_mksquashfs(sources, tmp_path, way):
     until(lambda: has_ended(int(started_file.read_text())), within_s=60)
 
 
-def has_ended(pid: int) -> bool:
+def has_ended(pid):
     """Return True if the process is gone, or a zombie that nobody has waited for."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
@@ -218,7 +218,6 @@ def test_interrupt_leaves_the_old_file(sources, tmp_path, stage):
         stdin=subprocess.PIPE,
         stderr=subprocess.PIPE,
     ) as process:
-        assert process.stdin is not None
         if piped:
             process.stdin.write(sources.plain.read_bytes())  # and no end
             process.stdin.flush()
@@ -249,7 +248,7 @@ def test_flipped_bit_is_named_or_means_nothing(tmp_path, flips, packed):
     assert convert_as(0, path, target) == ""
     root_sha256 = image.root_sha256(target)
 
-    def noticed() -> bool:
+    def noticed():
         target.unlink(missing_ok=True)
         message = convert_as(0, path, target)
         if message:
@@ -279,7 +278,7 @@ def test_image_of_zeros_is_whole(tmp_path):
     assert convert_as(0, tmp_path / "x.tar", tmp_path / "x.sif") == ""
 
 
-def built_by_runtime(folder: Path, layers: list[list[TarEntry]]) -> Path:
+def built_by_runtime(folder, layers):
     """A .sif that the runtime built with gzip; imgkit's own way would take zstd."""
     (folder / "old.tar").write_bytes(archive(layers, config={"Env": ["PATH=/bin"]}))
     answer = imgkit_json("sif", "old.tar", "--no-test", folder=folder, env=only("runtime", folder))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from labkit import imgkit
 from stored_images import archive, only
-from tars import TarEntry, tar_entry
+from tars import tar_entry
 
 pytestmark = [pytest.mark.singularity]
 
 
-def write_archive(path: Path, *entries: TarEntry) -> None:
+def write_archive(path, *entries):
     """Write the archive of an image of one layer: a program, and `entries`."""
     path.write_bytes(archive([[tar_entry("bin/sh", Path("/bin/true").read_bytes()), *entries]]))
 

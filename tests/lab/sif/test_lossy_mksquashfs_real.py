@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import tarfile
-from pathlib import Path
 
 import pytest
 from file_tree import write_program
@@ -20,7 +19,7 @@ REAL = shutil.which("mksquashfs")
 pytestmark = pytest.mark.programs("mksquashfs")
 
 
-def install(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def install(folder, script, monkeypatch):
     """Put a mksquashfs first on PATH that does `script` where it gets a tar."""
     lossy = f'case "$*" in *-tar*) {script};; *) exec {REAL} "$@";; esac'
     program = write_program(folder / "bin/mksquashfs", lossy)
@@ -28,7 +27,7 @@ def install(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(folder / "state"))
 
 
-def sif(folder: Path, **attributes: str) -> Path:
+def sif(folder, **attributes):
     info, gone = tarfile.TarInfo("kept"), tarfile.TarInfo("gone")
     info.pax_headers = {f"SCHILY.xattr.{name.replace('__', '.')}": text for name, text in attributes.items()}
     (folder / "x.tar").write_bytes(archive([[(info, b""), (gone, b"")]]))

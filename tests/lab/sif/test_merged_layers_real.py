@@ -8,17 +8,16 @@ import stat
 import subprocess
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import layer_reference
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as some
 from labkit import output
 from stored_images import Way, archive, convert_as, files_of, only
-from tars import TarEntry, tar_entry
+from tars import tar_entry
 
 from imgkit_builder.sif import image as sif_image
 
@@ -44,7 +43,7 @@ targets = some.one_of(
 
 
 @some.composite
-def entries(draw: some.DrawFn) -> TarEntry:
+def entries(draw):
     name = draw(paths)
     info = tarfile.TarInfo(name)
     kind = draw(some.sampled_from((*KINDS, "whiteout", "opaque")))
@@ -73,16 +72,14 @@ stacks = some.lists(some.lists(entries(), max_size=8), min_size=1, max_size=4)
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def folder():
     """A place that every user can enter, unlike pytest's own."""
     with tempfile.TemporaryDirectory(prefix="imgkit-layers-") as name:
         Path(name).chmod(0o755)
         yield Path(name)
 
 
-def check(
-    layers: Sequence[Sequence[TarEntry]], folder: Path, *, way: Way = "new", uid: int = STRANGER
-) -> None:
+def check(layers, folder, *, way="new", uid=STRANGER):
     """Compare the merged image with the reference; both refuse the same layers."""
     case = Path(tempfile.mkdtemp(dir=folder))
     case.chmod(0o777)
@@ -104,7 +101,7 @@ def check(
     assert described == expected
 
 
-def _forget_losses(description: dict[str, Any], uid: int) -> None:
+def _forget_losses(description, uid):
     """Leave out what docs/reference/files.md says that an old mksquashfs loses."""
     kind = stat.S_IFMT(int(description["mode"], 8))
     if kind in (stat.S_IFCHR, stat.S_IFBLK):
@@ -115,16 +112,10 @@ def _forget_losses(description: dict[str, Any], uid: int) -> None:
         description["xattrs"] = {}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layers=stacks)
-def test_random_layers_give_the_tree_of_root(folder, layers):
-    check(layers, folder)
+OLD_WAYS: Sequence[tuple[Way, int]] = (("old", STRANGER), ("old", 0))
 
 
-WAYS: Sequence[tuple[Way, int]] = (("old", STRANGER), ("old", 0))
-
-
-def every_kind() -> list[TarEntry]:
+def every_kind():
     """A layer with every kind of file, and names that a pseudo file has to quote."""
     header = {"mtime": 1710892800, "uid": 1234, "gid": 4321, "mode": 0o4755}
     capable = tar_entry(
@@ -143,26 +134,24 @@ def every_kind() -> list[TarEntry]:
     ]
 
 
-@pytest.mark.parametrize(("way", "uid"), WAYS)
-def test_every_way_gives_the_tree_of_root(folder, way, uid):
-    @settings(max_examples=4, deadline=None)
+RANDOM_STACKS = (
+    *(("new", STRANGER, 60), ("old", STRANGER, 4), ("old", 0, 4)),
+    *(
+        pytest.param(*row, marks=pytest.mark.soak)
+        for row in (("new", STRANGER, 3000), ("old", STRANGER, 500), ("old", 0, 500))
+    ),
+)
+
+
+@pytest.mark.parametrize(("way", "uid", "count"), RANDOM_STACKS)
+def test_every_way_gives_the_tree_of_root(folder, way, uid, count):
+    @settings(max_examples=count, deadline=None)
     @given(layers=stacks)
-    def some_stacks(layers: list[list[TarEntry]]) -> None:
+    def check_random_stacks(layers):
         check(layers, folder, way=way, uid=uid)
 
     check([every_kind()], folder, way=way, uid=uid)
-    some_stacks()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("way", "uid"), WAYS)
-def test_many_random_layers_on_every_way(folder, way, uid):
-    @settings(max_examples=500, deadline=None)
-    @given(layers=stacks)
-    def many_stacks(layers: list[list[TarEntry]]) -> None:
-        check(layers, folder, way=way, uid=uid)
-
-    many_stacks()
+    check_random_stacks()
 
 
 @pytest.mark.parametrize("command", [("gzip", "-c"), ("zstd", "-qc")], ids=["gzip", "zstd"])
@@ -170,7 +159,7 @@ def test_compressed_layers_give_the_same_file(folder, command):
     if shutil.which(command[0]) is None:
         pytest.skip(f"apt install {command[0]}")
 
-    def packed(data: bytes) -> bytes:
+    def packed(data):
         return subprocess.run(command, input=data, capture_output=True, check=True).stdout
 
     layers = [every_kind(), [tar_entry("d/fifo", data=b"new"), tar_entry(".wh.#é")]]
@@ -191,7 +180,7 @@ def test_old_mksquashfs_refuses_a_line_break(folder):
     assert sorted(path.name for path in folder.iterdir()) == ["only-old", "x.tar"]
 
 
-@pytest.mark.parametrize(("way", "uid"), WAYS)
+@pytest.mark.parametrize(("way", "uid"), OLD_WAYS)
 def test_same_image_gives_the_same_bytes_on_every_way(folder, way, uid):
     layers = [[entry for entry in every_kind() if "null" not in entry[0].name]]
     (folder / "x.tar").write_bytes(archive(layers))
@@ -203,39 +192,47 @@ def test_same_image_gives_the_same_bytes_on_every_way(folder, way, uid):
     assert contents[0] == contents[1]
 
 
-@pytest.mark.soak
-@settings(max_examples=3000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(layers=stacks)
-def test_many_random_layers(folder, layers):
-    check(layers, folder)
+def hard_link(name, target):
+    return tar_entry(name, kind=tarfile.LNKTYPE, linkname=target)
 
 
-def test_link_keeps_what_a_higher_layer_replaces(folder):
-    check(
+def symlink(name, target):
+    return tar_entry(name, kind=tarfile.SYMTYPE, linkname=target)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
         [
-            [tar_entry("a", data=b"old"), tar_entry("b", kind=tarfile.LNKTYPE, linkname="a")],
-            [tar_entry("a", data=b"new"), tar_entry("c", kind=tarfile.LNKTYPE, linkname="b")],
+            [tar_entry("a", b"old"), hard_link("b", "a")],
+            [tar_entry("a", b"new"), hard_link("c", "b")],
         ],
-        folder,
-    )
-
-
-def test_link_into_the_folder_that_it_replaces_is_refused(folder):
-    check([[tar_entry("a/b/c", data=b"x"), tar_entry("a", kind=tarfile.LNKTYPE, linkname="a/b/c")]], folder)
-
-
-def test_link_to_what_its_folder_replaces_is_refused(folder):
-    check([[tar_entry("a", data=b"x"), tar_entry("a/a", kind=tarfile.LNKTYPE, linkname="a")]], folder)
-
-
-def test_whiteout_spares_what_its_own_layer_has(folder):
-    lower = [tar_entry("a", data=b"old"), tar_entry("d/x", data=b"old"), tar_entry("e/x", data=b"old")]
-    upper = [
-        *(tar_entry("a", data=b"new"), tar_entry(".wh.a")),
-        *(tar_entry("d/y", data=b"new"), tar_entry("d/z", kind=tarfile.LNKTYPE, linkname="e/x")),
-        *(tar_entry("d/.wh..wh..opq"), tar_entry(".wh.d")),
-    ]
-    check([lower, upper], folder)
+        [[tar_entry("a/b/c", b"x"), hard_link("a", "a/b/c")]],
+        [[tar_entry("a", b"x"), hard_link("a/a", "a")]],
+        [
+            [tar_entry("a", b"old"), tar_entry("d/x", b"old"), tar_entry("e/x", b"old")],
+            [
+                *(tar_entry("a", b"new"), tar_entry(".wh.a")),
+                *(tar_entry("d/y", b"new"), hard_link("d/z", "e/x")),
+                *(tar_entry("d/.wh..wh..opq"), tar_entry(".wh.d")),
+            ],
+        ],
+        [[symlink("etc", "/home/me"), symlink("l", "l")], [tar_entry("etc/hosts", b"inside")]],
+        [[tar_entry("dev/zero", kind=tarfile.CHRTYPE, devmajor=0, devminor=0)]],
+        [[tar_entry("/".join("d" * 900), kind=tarfile.DIRTYPE)], [tar_entry(".wh.d")]],
+    ],
+    ids=[
+        "a link keeps what a higher layer replaces",
+        "a link into the folder that it replaces",
+        "a link to what its folder replaces",
+        "a whiteout spares what its own layer has",
+        "links that lead anywhere",
+        "a device that is no whiteout",
+        "deep whiteouts need no stack",
+    ],
+)
+def test_rare_layers_give_the_tree_of_root(folder, layers):
+    check(layers, folder)
 
 
 def test_sparse_file_keeps_its_holes_and_content(folder):
@@ -262,7 +259,7 @@ def test_sparse_file_keeps_its_holes_and_content(folder):
     ("bad", "reason"),
     [
         (tar_entry("a/../../b"), "leads out of the image"),
-        (tar_entry("a", kind=tarfile.LNKTYPE, linkname="nowhere"), "where there is no file"),
+        (hard_link("a", "nowhere"), "where there is no file"),
         (tar_entry("x" * 256), "Linux has at most 255"),
         (tar_entry("a", kind=b"Z"), "its type b'Z'"),
         (tar_entry("l/a", kind=tarfile.REGTYPE), "a link that leads to itself"),
@@ -270,28 +267,9 @@ def test_sparse_file_keeps_its_holes_and_content(folder):
     ],
 )
 def test_hostile_member_is_named(folder, bad, reason):
-    loop = tar_entry("l", kind=tarfile.SYMTYPE, linkname="l")
-    (folder / "x.tar").write_bytes(archive([[loop, bad]]))
+    (folder / "x.tar").write_bytes(archive([[symlink("l", "l"), bad]]))
     folder.chmod(0o777)
     message = convert_as(STRANGER, folder / "x.tar", folder / "x.sif")
     assert reason in message
     assert bad[0].name[:20] in message
     assert {path.name for path in folder.iterdir()} == {"x.tar"}
-
-
-def test_links_that_lead_anywhere_are_stored(folder):
-    links = [
-        tar_entry("etc", kind=tarfile.SYMTYPE, linkname="/home/me"),
-        tar_entry("l", kind=tarfile.SYMTYPE, linkname="l"),
-    ]
-    check([links, [tar_entry("etc/hosts", data=b"inside")]], folder)
-
-
-def test_device_that_is_no_whiteout_stays(folder):
-    check([[tar_entry("dev/zero", kind=tarfile.CHRTYPE, devmajor=0, devminor=0)]], folder)
-
-
-def test_deep_whiteouts_need_no_stack(folder):
-    deep = "/".join("d" * 900)
-    layers = [[tar_entry(deep, kind=tarfile.DIRTYPE)], [tar_entry(".wh.d")]]
-    check(layers, folder)

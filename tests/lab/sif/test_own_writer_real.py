@@ -6,7 +6,6 @@ import gzip
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import find, settings
 from hypothesis import strategies as some
 from labkit import IMGKIT, imgkit, imgkit_json, output, public_folder, run
 from stored_images import archive, busybox_layer, only
-from tars import TarEntry, tar_entry
+from tars import tar_entry
 
 PROGRAMS = ("sh", "cat", "env", "echo", "ls", "sleep")
 SHOW = b"""#!/bin/sh
@@ -34,7 +33,7 @@ pytestmark = [
 ]
 
 
-def layer() -> list[TarEntry]:
+def layer():
     return [*busybox_layer(*PROGRAMS), tar_entry("bin/show", SHOW), tar_entry("bin/value", VALUE)]
 
 
@@ -50,14 +49,14 @@ ENV = (
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
+def folder():
     """A folder that every user can enter."""
     folder = public_folder("writer")
     yield folder
     shutil.rmtree(folder)
 
 
-def converted(folder: Path, name: str, *, by_runtime: bool = False, **config: object) -> Path:
+def converted(folder, name, *, by_runtime=False, **config):
     """An image with `config` as a .sif; `by_runtime` hides mksquashfs, so that the runtime builds."""
     (folder / f"{name}.tar").write_bytes(archive([layer()], config=config))
     env = only("runtime", folder) if by_runtime else {}
@@ -68,11 +67,11 @@ def converted(folder: Path, name: str, *, by_runtime: bool = False, **config: ob
 
 
 @pytest.fixture(scope="module")
-def sif(folder: Path) -> Path:
+def sif(folder):
     return converted(folder, "made", Env=ENV, Entrypoint=["show"], Labels={"weird": 'q"uote <&>'})
 
 
-def singularity(as_user: Sequence[str], *args: object, **options: object) -> str:
+def singularity(as_user, *args, **options):
     return output(*as_user, "singularity", *args, folder="/", **options)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,11 +21,11 @@ for one in m.distributions():
 """
 
 
-def listed(name: object, *options: object) -> str:
+def listed(name, *options):
     return output(*IMGKIT, "sbom", name, *options)
 
 
-def pairs(document: str, kind: str) -> set[tuple[str, str]]:
+def pairs(document, kind):
     """Name and version of the packages whose package URL is of `kind`."""
     packages: list[dict[str, Any]] = json.loads(document)["packages"]
     return {
@@ -37,7 +36,7 @@ def pairs(document: str, kind: str) -> set[tuple[str, str]]:
     }
 
 
-def word_pairs(name: str, *argv: str) -> set[tuple[str, str]]:
+def word_pairs(name, *argv):
     """Return the lines of two words that a command prints inside the image."""
     result = in_image(name, *argv, options=("--entrypoint", ""))
     assert result.returncode == 0, result.stderr
@@ -46,7 +45,7 @@ def word_pairs(name: str, *argv: str) -> set[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def document(mn5_sif: Path) -> str:
+def document(mn5_sif):
     return listed(mn5_sif)
 
 

@@ -12,13 +12,11 @@ import shutil
 import stat
 import subprocess
 import tarfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-from labkit import imgkit, imgkit_json, ordinary_user, output
+from labkit import docker, expect_failure, imgkit, imgkit_json, ordinary_user, output, run
 from stored_images import archive, only
 from tars import tar_entry
 
@@ -68,47 +66,41 @@ class Lab:
     export: Path
 
 
-def sif(*args: str | Path, folder: Path) -> dict[str, Any]:
+def sif(*args, folder):
     return imgkit_json("sif", *args, folder=folder)
 
 
 @pytest.fixture(scope="module")
-def lab(standin_notorch: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+def lab(standin_notorch, tmp_path_factory):
     folder = tmp_path_factory.mktemp("sif")
     for parent in (folder, *folder.parents):
         if parent.stat().st_uid == os.getuid():
             parent.chmod(parent.stat().st_mode | 0o055)  # an ordinary user reads it too
     name = f"imgkit-test-sif:{secrets.token_hex(4)}"
     dockerfile = ODD.replace("{base}", standin_notorch)
-    output("docker", "build", "-q", "-t", name, "-", stdin=dockerfile)
+    docker("build -q -t", name, "-", stdin=dockerfile)
     try:
         archive = folder / "odd.tar"
-        output("docker", "save", "-o", archive, name)
+        docker("save -o", archive, name)
         archive.chmod(0o644)
         sif(archive, "-o", "layers.sif", folder=folder)
         sif(name, "-o", "export.sif", folder=folder)
-        yield Lab(
-            name=name,
-            folder=folder,
-            archive=archive,
-            layers=folder / "layers.sif",
-            export=folder / "export.sif",
-        )
+        layers, export = folder / "layers.sif", folder / "export.sif"
+        yield Lab(name=name, folder=folder, archive=archive, layers=layers, export=export)
     finally:
-        subprocess.run(["docker", "image", "rm", "-f", name], capture_output=True, check=False)
+        run("docker", "image", "rm", "-f", name)
 
 
-def unpacked(path: Path, folder: Path) -> Path:
+def unpacked(path, folder):
     """The root partition's files, unpacked by root."""
-    root = image.read(path).root
-    assert root is not None
+    root = image.read(path).require_root()
     if os.geteuid() != 0:
         pytest.skip("owners and devices are unpacked by root only")
     output("unsquashfs", "-quiet", "-no-progress", "-o", str(root.offset), "-d", folder, path)
     return folder
 
 
-def tree(root: Path) -> dict[str, dict[str, Any]]:
+def tree(root):
     """Return metadata and content of every file."""
     files = {}
     for path in (root, *root.rglob("*")):
@@ -158,7 +150,7 @@ def test_both_ways_same_tree(lab, tmp_path):
     assert len(layers) > 5000
 
 
-def offset(sif: Path) -> tuple[str, str]:
+def offset(sif):
     return ("-o", str(image.read(sif).require_root().offset))
 
 
@@ -175,7 +167,7 @@ def test_attributes_are_the_same_from_every_source(tmp_path):
         members.append(tar_entry(name, pax_headers=headers))
     (tmp_path / "x.tar").write_bytes(archive([members], name=tag))
     oci_folder.write_layout(stored.open_image(tmp_path / "x.tar"), tmp_path / "oci", Silent())
-    output("docker", "load", "-i", tmp_path / "x.tar")
+    docker("load -i", tmp_path / "x.tar")
     try:
         engine = engines.local_image(engines.connect(), tag)
         sources = {"engine": engine, "archive": Archive(path=tmp_path / "x.tar")}
@@ -192,11 +184,11 @@ def test_attributes_are_the_same_from_every_source(tmp_path):
             value = os.getxattr(tmp_path / name / "both", "security.capability")
             assert value == capability.encode(), name
     finally:
-        output("docker", "rmi", "--force", tag)
+        docker("rmi --force", tag)
 
 
 def test_labels_are_those_of_the_image(lab, tmp_path):
-    def labels(path: Path) -> dict[str, str]:
+    def labels(path):
         answer = json.loads(output("singularity", "inspect", "--labels", "--json", path))
         return answer["data"]["attributes"]["labels"]
 
@@ -208,7 +200,7 @@ def test_labels_are_those_of_the_image(lab, tmp_path):
 def test_same_data_objects(lab):
     """``singularity inspect`` and ``run`` read these."""
 
-    def objects(path: Path) -> list[tuple[int, bytes]]:
+    def objects(path):
         parsed = image.read(path)
         kinds = (image.DataType.DEFFILE, image.DataType.JSON)
         all_objects = [
@@ -224,8 +216,6 @@ def test_same_data_objects(lab):
 def test_export_is_taken_and_told(lab, tmp_path):
     """Nobody chooses here; a file of the other route is as good."""
     exported, streamed = image.read(lab.export).record, image.read(lab.layers).record
-    assert exported is not None
-    assert streamed is not None
     assert (exported.route, streamed.route) == ("export", "stream")
     shutil.copy(lab.layers, tmp_path / "x.sif")
     assert sif(lab.name, "-o", "x.sif", folder=tmp_path)["up_to_date"]
@@ -249,7 +239,6 @@ def test_export_is_reproducible(lab):
 def test_archive_same_image(lab):
     answer = sif(lab.archive, "-o", "archive.sif", folder=lab.folder)
     record = image.read(lab.layers).record
-    assert record is not None
     assert answer["record"]["image_id"] == record.image_id
     assert tuple(answer["record"]["diff_ids"]) == record.diff_ids
     assert sif(lab.archive, "-o", "archive.sif", folder=lab.folder)["up_to_date"]
@@ -259,7 +248,6 @@ def test_oci_folder_same_image(lab, tmp_path):
     oci_folder.write_layout(stored.open_image(lab.archive), tmp_path / "oci", Silent())
     answer = sif(tmp_path / "oci", "-o", "oci.sif", "--compression", "gzip", folder=lab.folder)
     superblock = image.root_superblock(image.read(lab.folder / "oci.sif"))
-    assert superblock is not None
     assert superblock.compressor == "gzip"
     assert answer["record"]["compression"] == "gzip 6"
 
@@ -274,7 +262,7 @@ def test_runs_as_root(lab, way):
     assert lines[1:] == ["755 0", "one"]
 
 
-def parsed_list(path: Path) -> Sequence[tuple[int, int, int]]:
+def parsed_list(path):
     """Id, start and end of each object as ``singularity sif list`` shows them."""
     rows = re.findall(
         r"^(\d+)\s*\|[^|]*\|[^|]*\|(\d+)-(\d+)", output("singularity", "sif", "list", path), re.M
@@ -287,17 +275,15 @@ def test_own_reader_agrees_with_runtime(lab, way, tmp_path):
     parsed: SifImage = image.read(getattr(lab, way))
     ranges = [(entry.id, entry.offset, entry.offset + entry.size_bytes) for entry in parsed.descriptors]
     assert ranges == parsed_list(parsed.path)
-    assert parsed.root is not None
-    dumped = subprocess.run(
-        ["singularity", "sif", "dump", str(parsed.root.id), str(parsed.path)], capture_output=True, check=True
-    ).stdout
+    argv = ["singularity", "sif", "dump", str(parsed.require_root().id), str(parsed.path)]
+    dumped = subprocess.run(argv, capture_output=True, check=True).stdout
     assert hashlib.sha256(dumped).hexdigest() == image.root_sha256(parsed.path)
     header = output("singularity", "sif", "header", parsed.path)
     assert re.search(rf"Primary Architecture:\s+{parsed.arch}$", header, re.M)
 
 
 @pytest.fixture
-def user() -> Iterator[str]:
+def user():
     """An ordinary user with a home, for this test."""
     if os.geteuid() != 0:
         pytest.skip("needs root, to make an ordinary user")
@@ -331,20 +317,16 @@ def test_damaged_archive_leaves_the_old_sif(lab, tmp_path):
         layer = max(tar.getmembers(), key=lambda member: member.size)
     data[layer.offset_data + layer.size // 2] ^= 1
     (tmp_path / "odd.tar").write_bytes(data)
-    result = imgkit("sif", "odd.tar", "--force", folder=tmp_path)
-    assert result.returncode == 1
+    result = expect_failure(imgkit("sif odd.tar --force", folder=tmp_path), 1)
     assert re.search(r"layer \d of 3 is damaged", result.stderr)
     assert image.root_sha256(tmp_path / "odd.sif") == image.root_sha256(lab.layers)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["odd.sif", "odd.tar"]
 
 
 def test_unknown_image_refused(tmp_path):
-    result = imgkit("sif", "imgkit-test-none:1", folder=tmp_path)
-    assert result.returncode == 2
+    expect_failure(imgkit("sif imgkit-test-none:1", folder=tmp_path), 2)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_archive_that_is_not_there_refused(tmp_path):
-    result = imgkit("sif", "mn5.tar", folder=tmp_path)
-    assert result.returncode == 2
-    assert "imgkit save mn5" in result.stderr
+    expect_failure(imgkit("sif mn5.tar", folder=tmp_path), 2, "imgkit save mn5")

@@ -9,17 +9,17 @@ import shutil
 import signal
 import subprocess
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from file_tree import write_program
-from labkit import PYXIS, imgkit, imgkit_json, output, public_folder, small_disk
+from labkit import PYXIS, imgkit, imgkit_json, output, public_folder, small_disk, soak
 from sample_image import verdicts
 from squashed_files import squashed_files
 from stored_images import archive, busybox_layer, only
-from tars import TarEntry, tar_entry
+from tars import tar_entry
 
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.inventory.collector import SPDX_PATH
@@ -57,7 +57,7 @@ pytestmark = [
 ]
 
 
-def layer() -> list[TarEntry]:
+def layer():
     return [
         *busybox_layer("sh", "printf", "env", "pwd", "mkdir"),
         tar_entry("dev/null", kind=tarfile.CHRTYPE, devmajor=1, devminor=3),
@@ -72,7 +72,7 @@ CONFIG = {"Env": ENV, "Entrypoint": ["printf", "<%s>"], "Cmd": ["a b", "it's"], 
 
 
 @pytest.fixture(scope="module")
-def folder() -> Iterator[Path]:
+def folder():
     """A folder that every user can enter."""
     folder = public_folder("sqsh")
     (folder / "x.tar").write_bytes(archive([layer()], config=CONFIG))
@@ -81,7 +81,7 @@ def folder() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def sqsh(folder: Path) -> Path:
+def sqsh(folder):
     target = folder / f"{NASTY}.sqsh"
     answer = imgkit_json("sif", folder / "x.tar", "-o", target)
     assert (answer["file"], answer["format"], answer["record"]["compression"]) == (
@@ -97,7 +97,7 @@ def sqsh(folder: Path) -> Path:
 
 
 @pytest.fixture
-def unpacked(sqsh: Path, as_user: Sequence[str], request: pytest.FixtureRequest) -> Iterator[Path]:
+def unpacked(sqsh, as_user, request):
     """The files of the .sqsh, as this user unpacks them, without an error."""
     folder = public_folder("unpacked")
     folder.chmod(0o777)
@@ -106,7 +106,7 @@ def unpacked(sqsh: Path, as_user: Sequence[str], request: pytest.FixtureRequest)
     shutil.rmtree(folder)
 
 
-def ch_run(as_user: Sequence[str], image: Path, root: Path, *command: object) -> str:
+def ch_run(as_user, image, root, *command):
     """Return the output of a command in a container of `image`, with `root`'s /etc/environment."""
     args = (f"--set-env={root}/etc/environment", image, "--", *command)
     return output(*as_user, "HOME=/", "ch-run", "--env-no-expand", *args, folder="/")
@@ -139,7 +139,7 @@ def test_an_ordinary_user_unpacks_it_without_devices(unpacked):
     assert (unpacked / "etc/fstab").read_text() == (unpacked / "etc/rc.local").read_text() == ""
 
 
-def changed_paths(old: Path, new: Path) -> list[str]:
+def changed_paths(old, new):
     """Return the paths that differ; what a conversion adds to one format alone is no difference."""
     before, after = squashed_files(old), squashed_files(new)
     skip = {SPDX_PATH} if old.suffix == new.suffix else RUNTIME_FILES | ENROOT_FILES
@@ -182,7 +182,7 @@ Call = Callable[..., Any]
 
 
 @pytest.fixture
-def copy(sqsh: Path, tmp_path: Path) -> Path:
+def copy(sqsh, tmp_path):
     shutil.copy(f"{sqsh}.sha256", tmp_path)
     return Path(shutil.copy(sqsh, tmp_path))
 
@@ -209,10 +209,10 @@ def test_show_prints_image_and_compression(call, sqsh):
 
 
 @pytest.fixture
-def refused(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def refused(call, monkeypatch):
     """Run imgkit in a folder whose files must stay as they are, and return its refusal."""
 
-    def run(folder: Path, *args: object, code: int = 2) -> str:
+    def run(folder, *args, code=2):
         before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
         monkeypatch.chdir(folder)
         exit_code, _, message = call(*map(str, args))
@@ -249,7 +249,7 @@ def test_verbs_of_a_sif_refuse_a_sqsh_by_name(refused, folder, sqsh, args, reaso
 
 
 @pytest.mark.singularity
-@pytest.mark.parametrize("runtime", ["singularity", pytest.param("apptainer", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("runtime", ["singularity", *soak("apptainer")])
 def test_singularity_starts_it_with_its_variables(folder, sqsh, as_user, runtime):
     plain = folder / "plain.sqsh"
     plain.symlink_to(sqsh)
@@ -300,15 +300,15 @@ def test_a_damaged_archive_leaves_the_old_file(refused, folder, copy, size):
 class Killed(Silent):
     """A reporter that ends its process at one stage, as ``kill -9`` does."""
 
-    def __init__(self, stage: str) -> None:
+    def __init__(self, stage):
         self.last = stage
 
-    def stage(self, text: str) -> None:
+    def stage(self, text):
         if text == self.last:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def kill(source: Path, target: Path, stage: str, patch: Callable[[], None] = lambda: None) -> None:
+def kill(source, target, stage, patch=lambda: None):
     """Convert in a child that dies at a stage."""
     child = os.fork()
     if child == 0:
@@ -333,7 +333,7 @@ def test_a_killed_conversion_leaves_the_old_file_or_none(folder, sqsh, tmp_path,
 
 
 def test_a_kill_before_the_checksum_leaves_none(folder, sqsh, tmp_path):
-    def patch() -> None:
+    def patch():
         sqsh_files.files.write_file = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
 
     target = tmp_path / "x.sqsh"

@@ -8,14 +8,13 @@ import pwd
 import re
 import shutil
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from labkit import IMGKIT, output, public_folder
 from stored_images import archive, files_of
-from tars import TarEntry, tar_entry
+from tars import tar_entry
 
 CAPABILITY = "\x01\x00\x00\x02\x00\x20\x00\x00" + "\x00" * 12
 WHEN = 1_600_000_000
@@ -27,12 +26,12 @@ pytestmark = [
 ]
 
 
-def entry(name: str, data: bytes = b"", kind: bytes = tarfile.REGTYPE, **fields: Any) -> TarEntry:
+def entry(name, data=b"", kind=tarfile.REGTYPE, **fields):
     mode = 0o755 if kind == tarfile.DIRTYPE else 0o644
     return tar_entry(name, data, kind, **{"mode": mode, "mtime": WHEN, **fields})
 
 
-def layers() -> tuple[list[TarEntry], list[TarEntry]]:
+def layers():
     folder = tarfile.DIRTYPE
     below = [
         entry("bin", kind=folder),
@@ -94,7 +93,7 @@ ALLOWED = {
 
 
 @pytest.fixture(scope="module", params=["root", "ordinary user"])
-def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
+def trees(request):
     """The user who converted, the files of the .sif that imgkit wrote, and those of the runtime's."""
     folder = public_folder("writers")
     try:
@@ -119,7 +118,7 @@ def trees(request: pytest.FixtureRequest) -> Iterator[tuple[str, Tree, Tree]]:
         shutil.rmtree(folder)
 
 
-def _as_user(user: str, program: Path) -> tuple[object, ...]:
+def _as_user(user, program):
     """The argv that starts imgkit as `user`, who may not read the folder of this Python."""
     path = f"{Path(shutil.which('singularity') or '').parent}:/usr/bin:/bin:/usr/sbin:/sbin"
     home = f"HOME={pwd.getpwnam(user).pw_dir}"
@@ -127,7 +126,7 @@ def _as_user(user: str, program: Path) -> tuple[object, ...]:
     return ("runuser", "-u", user, "--", *env, program)
 
 
-def differences(first: Tree, second: Tree) -> dict[str, list[dict[str, Any]]]:
+def differences(first, second):
     """Return path -> the values that differ, in `first` and in `second`; a missing file has none."""
     differing: dict[str, list[dict[str, Any]]] = {}
     for path in sorted(first.keys() | second.keys()):

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+from file_tree import write_files
+
 CONFTEST = Path(__file__).resolve().parents[2] / "conftest.py"
 TEST = """
 import pytest
@@ -24,45 +27,35 @@ def test_needs_nothing():
 """
 
 
-def pytest_without_docker(folder: Path, require: str) -> subprocess.CompletedProcess[str]:
-    (folder / "tests").mkdir()
-    (folder / "tests/conftest.py").write_text(CONFTEST.read_text())
-    (folder / "tests/test_it.py").write_text(TEST)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    docker\n    programs\naddopts = -ra\n")
-    env = {**os.environ, "IMGKIT_REQUIRE": require, "DOCKER_HOST": f"unix://{folder}/none.sock"}
-    return subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"],
-        cwd=folder,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
+@pytest.mark.parametrize(
+    ("require", "code", "messages"),
+    [
+        (
+            "",
+            0,
+            (
+                "1 passed, 2 skipped",
+                "ci/lab/engine start",
+                "no absent-program, second-absent-program; as root: apt-get install absent-program",
+            ),
+        ),
+        ("docker,cluster", 1, ("docker is required by IMGKIT_REQUIRE",)),
+        ("programs", 1, ("programs is required by IMGKIT_REQUIRE: no absent-program",)),
+        ("dokcer", 4, ("IMGKIT_REQUIRE: unknown ['dokcer']",)),
+    ],
+    ids=["none is required", "docker", "programs", "unknown"],
+)
+def test_missing_capability_skips_or_fails(tmp_path, require, code, messages):
+    write_files(
+        tmp_path,
+        {
+            "tests/conftest.py": CONFTEST.read_text(),
+            "tests/test_it.py": TEST,
+            "pytest.ini": "[pytest]\nmarkers =\n    docker\n    programs\naddopts = -ra",
+        },
     )
-
-
-def test_missing_docker_skips_with_the_remedy(tmp_path):
-    result = pytest_without_docker(tmp_path, "")
-    assert result.returncode == 0
-    assert "1 passed, 2 skipped" in result.stdout
-    assert "ci/lab/engine start" in result.stdout
-    assert (
-        "no absent-program, second-absent-program; as root: apt-get install absent-program" in result.stdout
-    )
-
-
-def test_missing_docker_fails_where_required(tmp_path):
-    result = pytest_without_docker(tmp_path, "docker,cluster")
-    assert result.returncode == 1
-    assert "docker is required by IMGKIT_REQUIRE" in result.stdout
-
-
-def test_missing_program_fails_where_required(tmp_path):
-    result = pytest_without_docker(tmp_path, "programs")
-    assert result.returncode == 1
-    assert "programs is required by IMGKIT_REQUIRE: no absent-program" in result.stdout
-
-
-def test_unknown_requirement_is_refused(tmp_path):
-    result = pytest_without_docker(tmp_path, "dokcer")
-    assert result.returncode == 4
-    assert "dokcer" in result.stderr
+    env = {**os.environ, "IMGKIT_REQUIRE": require, "DOCKER_HOST": f"unix://{tmp_path}/none.sock"}
+    argv = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "tests"]
+    result = subprocess.run(argv, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert result.returncode == code
+    assert [message for message in messages if message not in result.stdout + result.stderr] == []

@@ -1,10 +1,11 @@
-"""What ``ci/check`` removes from an engine that others use too, and what it reports."""
+"""What ``ci/check`` removes from an engine that others use too, what it reports, and what it runs again."""
 
 from __future__ import annotations
 
 import leftovers
 import pytest
 from leftovers import EngineState, Process
+from steady_tests import select_reruns
 
 BEFORE = EngineState(
     containers=["c0 debian mine"], image_ids=["old", "renamed"], dangling_ids=["old"], cache_ids=["k1"]
@@ -58,3 +59,15 @@ def test_processes_of_the_run_are_told_from_others():
     }
     lines = leftovers.left_processes(processes, "RUN=/checkout", own_pid=21, engine_pid=30)
     assert lines == ["process 40 sleep 100"]
+
+
+@pytest.mark.parametrize(
+    ("failed", "reruns"),
+    [
+        (["a.py::test_b[x@y]@wires", "a.py::test_c"], ["a.py::test_b[x@y]", "a.py::test_c"]),
+        ([f"a.py::test_{number}" for number in range(4)], []),
+    ],
+    ids=["few", "too many"],
+)
+def test_few_failed_tests_run_again_without_their_group(failed, reruns):
+    assert list(select_reruns(dict.fromkeys(failed, True))) == reruns

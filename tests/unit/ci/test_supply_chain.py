@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -27,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 EXTRAS = {"run": (), "dev": ("dev",), "docs": ("docs",)}
 
 
-def steps() -> Iterator[dict[str, Any]]:
+def steps():
     for job in GITHUB["jobs"].values():
         yield from job["steps"]
 
@@ -62,7 +60,7 @@ def test_token_is_seen_by_the_step_that_pushes_alone():
     assert jobs_with_it == ["push"]
 
 
-def locked(name: str) -> Iterator[tuple[Requirement, int]]:
+def locked(name):
     """The packages of a list, each with its number of hashes."""
     text = (LOCKED / f"{name}.txt").read_text(encoding="utf-8").replace("\\\n", " ")
     for line in text.splitlines():
