@@ -189,7 +189,7 @@ def newest_base(system: SystemFacts) -> Base | None:
         return None
     # CUDA 13 dropped GPUs before Turing, so these need an image with an older CUDA.
     has_old_gpus = _BEFORE_TURING.search(system.node.gpu_model)
-    for base in reversed(_bases_for_driver(branch)):
+    for base in reversed(_list_bases_for_driver(branch)):
         if base.cuda is None:
             continue
         cuda_major, _, _ = base.cuda.value.partition(".")
@@ -216,7 +216,7 @@ def node_platform(system: SystemFacts) -> str:
     return "linux/amd64"
 
 
-def _bases_for_driver(branch: int) -> list[Base]:
+def _list_bases_for_driver(branch: int) -> list[Base]:
     """Return the images whose CUDA runs with a driver of the given `branch`, oldest first."""
     return [base for base in load_table() if base.driver and base.driver <= branch]
 
@@ -229,7 +229,7 @@ def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fa
             continue
         for warning in _check_base(reference, image, system):
             yield ("image", key), warning
-    yield from _known_issues(image, system)
+    yield from _find_known_issues(image, system)
     evidence = amd_node_evidence(system)
     if evidence:
         yield ("system", "node"), amd_warning(evidence)
@@ -245,7 +245,7 @@ def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[F
         yield amd_warning(evidence)
 
 
-def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
+def _find_known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
     """Yield warnings about known issues, which are bugs in versions of CUDA, NCCL and other software.
 
     An issue applies if its conditions match the versions in a base and the values of `system`. If both bases
@@ -340,7 +340,7 @@ def _check_python(reference: str) -> Iterator[Fault]:
     """Yield a warning if the base's Python is older than `FLOOR`."""
     # The text is a version, or a tag that begins with one, such as "3.12-slim". A tag such as "latest" does
     # not match.
-    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", _python_version(reference))
+    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", _find_python_version(reference))
     if match and (int(match[1]), int(match[2])) < FLOOR:
         least = ".".join(map(str, FLOOR))
         yield (
@@ -349,7 +349,7 @@ def _check_python(reference: str) -> Iterator[Fault]:
         )
 
 
-def _python_version(reference: str) -> str:
+def _find_python_version(reference: str) -> str:
     """Return the Python version of a base, or an empty text if it is unknown.
 
     For NVIDIA's images, the table has the version. For Docker Hub's Python images, the result is the tag,
@@ -381,7 +381,7 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     if is_data_centre and system.runtime.cuda_compat != "none":
         return  # the node agent uses the base's cuda-compat package
     remedy = "update the driver"
-    older_bases = _bases_for_driver(branch)
+    older_bases = _list_bases_for_driver(branch)
     if older_bases:
         remedy = f"choose {older_bases[-1].reference} or an older one"
     yield (

@@ -145,7 +145,7 @@ def parse_lock(content: str, file: Path) -> Lock:
     problems = Collector(shows=(file.parent.resolve(),))
     # Editors on Windows may have changed the line endings.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
-    lock, mistakes = _validate(values)
+    lock, mistakes = _validate_lock(values)
     for mistake in mistakes:
         message = mistake.message.replace("a mapping", "a table")  # the word of TOML
         text = f"{key_text(mistake.path)}: {message}{_describe_package(mistake.path, values)}"
@@ -158,7 +158,7 @@ def parse_lock(content: str, file: Path) -> Lock:
 _IGNORE_HINT = "to ignore the lock: --no-lock"
 
 
-def _validate(values: dict[str, Any]) -> tuple[Lock | None, Sequence[Mistake]]:
+def _validate_lock(values: dict[str, Any]) -> tuple[Lock | None, Sequence[Mistake]]:
     """Convert the parsed `values` of a lock file to a `Lock`, and return what is wrong with them.
 
     The lock may be None if something is wrong.
@@ -378,7 +378,7 @@ def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
         apt=image.apt,
         constraints=(image.constraints.policy, *image.constraints.drop),
         uv=uv_sha256,
-        pip=tuple(_lock_step(step) for step in image.pip),
+        pip=tuple(_make_locked_step(step) for step in image.pip),
     )
 
 
@@ -411,7 +411,7 @@ def collect_pip_options(step: PipStep) -> tuple[str, ...]:
     return tuple(options)
 
 
-def _lock_step(step: PipStep) -> LockedStep:
+def _make_locked_step(step: PipStep) -> LockedStep:
     """Return the requirements, options and variables of a pip step, as the lock stores them.
 
     Credentials are removed, because a lock is meant to be kept under version control.
@@ -449,7 +449,7 @@ def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None
     if new.base != locked.base:
         return Difference(("image", "base"), f"the base is {new.base}, and was {locked.base}")
     if new.apt != locked.apt:
-        return _list_difference(("image", "apt"), "the apt packages", new.apt, locked.apt)
+        return _compare_lists(("image", "apt"), "the apt packages", new.apt, locked.apt)
     if new.constraints != locked.constraints:
         message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
         return Difference(("image", "constraints"), message)
@@ -458,10 +458,10 @@ def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None
         if new.uv:
             change = "uv.lock, or the chosen extras and groups, have changed"
         return Difference(("image", "uv"), change)
-    return _step_difference(new.pip, locked.pip)
+    return _find_step_difference(new.pip, locked.pip)
 
 
-def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> Difference | None:
+def _find_step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> Difference | None:
     """Return the first change in the pip steps of a recipe, as in `first_difference`."""
     # Compare the steps that exist in both lists. The lists may differ in length, hence `strict=False`.
     for index, (step, locked_step) in enumerate(zip(new, locked, strict=False)):
@@ -470,7 +470,7 @@ def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) ->
             locked_values = getattr(locked_step, field)
             if values != locked_values:
                 path = ("image", "pip", index, key)
-                return _list_difference(path, f"the {noun} of this pip step", values, locked_values)
+                return _compare_lists(path, f"the {noun} of this pip step", values, locked_values)
     # Compare the number of steps last. If a step was inserted, the loop above reports the step that now
     # differs, which tells the user more than the number.
     change = f"there are {len(new)} pip steps, and were {len(locked)}"
@@ -482,7 +482,7 @@ def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) ->
     return None
 
 
-def _list_difference(path: KeyPath, noun: str, values: Sequence[str], locked: Sequence[str]) -> Difference:
+def _compare_lists(path: KeyPath, noun: str, values: Sequence[str], locked: Sequence[str]) -> Difference:
     """Return the first change in a list of the recipe at the key `path`.
 
     `values` and `locked` must differ. `noun` is the name of the list in the message, for example ``the apt

@@ -41,7 +41,7 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
 
     `faulty` contains the keys of values that have been reported already. They are skipped.
     """
-    ngc_base = _ngc_base(tree)
+    ngc_base = _find_ngc_base(tree)
     for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):
         _check_torch(node.text, ngc_base, node.position, path, problems)
     steps_without_dependencies = set()
@@ -115,7 +115,7 @@ def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | Non
     return None
 
 
-def _ngc_base(tree: Table) -> str:
+def _find_ngc_base(tree: Table) -> str:
     """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry.
 
     Otherwise return "".

@@ -129,7 +129,7 @@ def list_source(
     UsageError : a pattern is invalid, or has more than four stars.
     """
     patterns = tuple(ignore)
-    recipe_patterns = _Patterns(spec=_compile(patterns, "ignore"))
+    recipe_patterns = _Patterns(spec=_compile_patterns(patterns, "ignore"))
     walker = _Walker(
         recipe_patterns=recipe_patterns,
         override_rules=(_read_dockerignore(source), recipe_patterns),
@@ -141,7 +141,7 @@ def list_source(
         git_rules: _Rules = _read_parent_gitignores(source)
     else:
         # git has already applied the patterns of the .gitignore files to this list.
-        git_rules = (_GitList(names=_with_folders(listed)),)
+        git_rules = (_GitList(names=_add_parent_folders(listed)),)
     walker.add_folder(source, "", git_rules)
     return SourceListing(
         entries=tuple(walker.entries), left_out=tuple(walker.left_out), secret=tuple(walker.secret)
@@ -259,7 +259,7 @@ def describe_left_out(names: Sequence[str]) -> str:
     return f"{text} (git, Docker or imgkit ignores it)"
 
 
-def _with_folders(paths: Iterable[str]) -> frozenset[str]:
+def _add_parent_folders(paths: Iterable[str]) -> frozenset[str]:
     """Return `paths` and all folders above them: ``a/b/c.py`` -> ``a/``, ``a/b/``, ``a/b/c.py``."""
     names = set()
     for path in paths:
@@ -271,7 +271,7 @@ def _with_folders(paths: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _last_decision(rules: _Rules, path: str) -> bool | None:
+def _find_last_decision(rules: _Rules, path: str) -> bool | None:
     """Return whether `path` stays out, or None if no rule has a pattern that matches it.
 
     The last of `rules` with a matching pattern decides.
@@ -289,7 +289,7 @@ def _stays_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _R
     A pattern has priority. Only if no pattern matches, `entry` stays out if it is a cache or an output of
     imgkit. The parameters are those of `_Walker._decide`.
     """
-    decision = _last_decision(rules, name)
+    decision = _find_last_decision(rules, name)
     if decision is not None:
         return decision
     if name.endswith("/"):
@@ -316,7 +316,7 @@ def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
     for entry in entries:
         if entry.name.startswith(TEMPORARY):
             continue
-        if _last_decision(rules, prefix + entry.name) is not None:
+        if _find_last_decision(rules, prefix + entry.name) is not None:
             return False  # a pattern mentions this file, so a person cares about it
         if entry.is_dir(follow_symlinks=False):
             is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
@@ -359,7 +359,7 @@ def _is_output(name: str, siblings: set[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in OUTPUTS)
 
 
-def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
+def _compile_patterns(lines: Sequence[str], where: str) -> GitIgnoreSpec:
     """Return a matcher for patterns in the syntax of .gitignore.
 
     `where` is the file or key that contains the patterns, for messages.
@@ -411,7 +411,7 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
             patterns = (_read_patterns(folder / ".gitignore", above=above), *patterns)
         is_repository_root = os.path.lexists(folder / ".git")
         if is_repository_root:
-            if _last_decision(patterns, ""):
+            if _find_last_decision(patterns, ""):
                 return ()
             return patterns
     return ()  # outside of a repository, a .gitignore in the home folder, for example, does not apply
@@ -441,12 +441,12 @@ def _read_dockerignore(source: Path) -> _Patterns:
             negation = "!"
         path = os.path.normpath(pattern.removeprefix("!").strip().lstrip("/"))
         anchored_patterns.append(f"{negation}/{path}")
-    return _Patterns(spec=_compile(anchored_patterns, str(file)))
+    return _Patterns(spec=_compile_patterns(anchored_patterns, str(file)))
 
 
 def _read_patterns(file: Path, *, above: str = "", below: str = "") -> _Patterns:
     """Return the patterns of a ``.gitignore``. If there is no such file, the result matches nothing."""
-    return _Patterns(spec=_compile(_read_lines(file), str(file)), above=above, below=below)
+    return _Patterns(spec=_compile_patterns(_read_lines(file), str(file)), above=above, below=below)
 
 
 def _read_lines(file: Path) -> list[str]:
