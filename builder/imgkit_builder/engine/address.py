@@ -94,7 +94,7 @@ def find_endpoint() -> Endpoint:
     return next(_find_listening(), default_endpoint)
 
 
-def _usual_sockets() -> dict[Path, str]:
+def _list_usual_sockets() -> dict[Path, str]:
     """Return the sockets at which engines usually listen, each with the command that starts that engine."""
     # After a login over ssh or with su, the variable may be missing although the folder exists.
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
@@ -120,12 +120,12 @@ def _usual_sockets() -> dict[Path, str]:
 
 def _find_listening() -> Iterator[Endpoint]:
     """Yield the address of each usual socket at which an engine listens."""
-    for path in _usual_sockets():
-        if _accepts(path):
+    for path in _list_usual_sockets():
+        if _accepts_connections(path):
             yield Endpoint(host=f"unix://{path}", tls=_read_variables_tls())
 
 
-def _accepts(path: Path) -> bool:
+def _accepts_connections(path: Path) -> bool:
     """Return whether an engine listens at the socket `path` and this user may use it.
 
     The existence of the file is not enough, because a stopped engine leaves its socket behind.
@@ -232,7 +232,7 @@ def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     if cause and cause.errno in (errno.EACCES, errno.EPERM):
         return _explain_denied_socket(host.removeprefix("unix://"))
     if cause and cause.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
-        return ToolMissing(f"no Docker engine answers at {host}", where=where, hint=_start_hint(engine))
+        return ToolMissing(f"no Docker engine answers at {host}", where=where, hint=_suggest_start(engine))
     if host.startswith("ssh://"):
         message = f"{host} cannot be reached over SSH: {str(error) or type(error).__name__}"
         return ToolFailed(message, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
@@ -257,7 +257,7 @@ def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
     if "NameResolutionError" in text or "Name or service not known" in text:
         hint = f"correct it, or {engine.leave_command}"
         return ToolMissing(f"unknown host in {host}", where=where, hint=hint)
-    return ToolFailed(f"no usable Docker engine at {host}: {text}", where=where, hint=_start_hint(engine))
+    return ToolFailed(f"no usable Docker engine at {host}: {text}", where=where, hint=_suggest_start(engine))
 
 
 def _explain_denied_socket(path: str) -> ToolMissing:
@@ -291,7 +291,7 @@ def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
     return ToolFailed(message, where=engine.source or None, hint=hint)
 
 
-def _start_hint(engine: Endpoint) -> str:
+def _suggest_start(engine: Endpoint) -> str:
     """Return a hint for an engine that does not respond: how to start it, or how to use another engine."""
     if engine.source:
         hint = f"start the engine there, or: {engine.leave_command}"
@@ -300,10 +300,10 @@ def _start_hint(engine: Endpoint) -> str:
                 return f"{hint}, which leads to {endpoint.host.removeprefix('unix://')}"
         return hint
     commands: list[str] = []
-    for path, command in _usual_sockets().items():
+    for path, command in _list_usual_sockets().items():
         # A stopped engine leaves its socket behind. So the socket tells which engine is installed on this
         # machine.
-        is_stopped = path.exists() and not _accepts(path)
+        is_stopped = path.exists() and not _accepts_connections(path)
         if is_stopped and command not in commands:
             commands.append(command)
     if commands:

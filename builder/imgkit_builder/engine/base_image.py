@@ -211,7 +211,7 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     finished = containers.run(engine, ref, inside.probe_argv(), platform=base.platform)
     versions = inside.parse_probe(finished.output)
     if versions is None:
-        return Probe(skipped=_probe_failure(engine, base, finished.returncode, finished.output))
+        return Probe(skipped=_explain_probe_failure(engine, base, finished.returncode, finished.output))
     result = Probe(
         python=versions.python,
         torch=versions.torch,
@@ -236,7 +236,7 @@ def _read_cached_probe(path: Path) -> Probe | None:
         return None  # no earlier run, or a damaged file
 
 
-def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
+def _explain_probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
     """Return why the inspection program printed no versions in `base`, as text for people."""
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"

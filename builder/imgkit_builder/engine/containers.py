@@ -77,7 +77,7 @@ def temporary_container(
     for folder, target in (mounted or {}).items():
         mounts.append(docker.types.Mount(target, folder, type="bind", read_only=True))
     is_created = False
-    with _guarded(name) as on_removed:
+    with _start_guard(name) as on_removed:
         try:
             with translate_errors(f"create a container of {image}", name=image):
                 engine.api.create_container(
@@ -174,7 +174,7 @@ def _start(engine: Engine, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _guarded(name: str) -> Iterator[Callable[[], object]]:
+def _start_guard(name: str) -> Iterator[Callable[[], object]]:
     """Start a guard, a process that removes the container `name` if imgkit is killed.
 
     Yield a function that tells the guard that the container has been removed. The guard then does nothing.

@@ -53,10 +53,10 @@ class BuildFollower:
         self.log_path = log_path
         self.report = report
         self._log = log
-        self._hide = hide
+        self._mask_secrets = hide
         self._dockerfile = dockerfile
         self._base = base
-        self._tail: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
+        self._step_output: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
         self._pending = ""  # an incomplete line, whose end has not been received yet
         self._step = 0
         self._step_count = 0
@@ -71,12 +71,12 @@ class BuildFollower:
         ------
         ImgkitError : the event reports that a step has failed.
         """
-        message = self._hide(event_error(event))
+        message = self._mask_secrets(event_error(event))
         if message:
             # The last line of the output may have no line break, but it belongs to the error.
             self._flush()
             self._log.write(message + "\n")
-            raise self._step_error(message)
+            raise self._make_step_error(message)
         aux: dict[str, Any] = event.get("aux") or {}
         self.image_id = str(aux.get("ID") or self.image_id)
         self.add_text(str(event.get("stream") or ""))
@@ -90,16 +90,16 @@ class BuildFollower:
     def exit_error(self, code: int) -> ImgkitError:
         """Return the error for a builder that ended with the exit code `code`."""
         self._flush()
-        return self._step_error(self._pop_error_message() or f"the builder ended with exit code {code}")
+        return self._make_step_error(self._pop_error_message() or f"the builder ended with exit code {code}")
 
     def add_location(self, error: ImgkitError) -> ImgkitError:
         """Return `error` with the path of the log, and with the line of the recipe if it is known."""
         hint = error.hint or ""
         if str(self.log_path) not in hint:
-            hint = self._add_log(hint)
-        return type(error)(error.what, where=error.where or self._origin(error.what), hint=hint)
+            hint = self._add_log_path(hint)
+        return type(error)(error.what, where=error.where or self._locate_in_recipe(error.what), hint=hint)
 
-    def _step_error(self, message: str) -> ImgkitError:
+    def _make_step_error(self, message: str) -> ImgkitError:
         """Return the error for a `message` of the builder about the current step.
 
         The error has the line of the recipe. Its hint contains the last lines of the step's output.
@@ -109,7 +109,7 @@ class BuildFollower:
             doing = f"step {self._step}/{self._step_count} ({self._short_instruction()})"
         error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
         hint = error.hint
-        output = "\n".join(process.last_lines("\n".join(self._tail)))
+        output = "\n".join(process.last_lines("\n".join(self._step_output)))
         # The message of the engine is often only "returned a non-zero code". So look for a known problem in
         # the output of the step, too. Output with "imgkit: " comes from imgkit's own scripts, which print a
         # hint themselves.
@@ -120,13 +120,15 @@ class BuildFollower:
             hints += ["its last lines:", output]
         if hint:
             hints.append(hint)
-        return type(error)(error.what, where=self._origin(message), hint=self._add_log("\n".join(hints)))
+        return type(error)(
+            error.what, where=self._locate_in_recipe(message), hint=self._add_log_path("\n".join(hints))
+        )
 
     def _add_line(self, line: str) -> None:
         """Process a complete line of output."""
         # A progress bar overwrites its line with carriage returns. Keep only the last text.
         _, _, last_text = strip_styles(line).rstrip("\r").rpartition("\r")
-        text = self._hide(last_text)
+        text = self._mask_secrets(last_text)
         self._log.write(text + "\n")
         self._log.flush()
         self._update_state(text)
@@ -143,13 +145,13 @@ class BuildFollower:
         elif text.startswith("Removing intermediate container "):
             self.container = ""
         elif text.strip() and not text.startswith((" ---> ", "--> ")):
-            self._tail.append(text)
+            self._step_output.append(text)
 
     def _pop_error_message(self) -> str:
         """Remove podman's last line, ``Error: ...``, from the kept output, and return its message or ""."""
-        if not self._tail or not self._tail[-1].startswith("Error: "):
+        if not self._step_output or not self._step_output[-1].startswith("Error: "):
             return ""
-        return self._tail.pop().removeprefix("Error: ")
+        return self._step_output.pop().removeprefix("Error: ")
 
     def _start_step(self, header: re.Match[str]) -> None:
         """Begin the step with the number and the instruction in the line `header`."""
@@ -157,7 +159,7 @@ class BuildFollower:
         self._step_count = int(header["total"])
         self._instruction = header["instruction"]
         self.container = ""
-        self._tail.clear()  # an error shows only the lines of its own step
+        self._step_output.clear()  # an error shows only the lines of its own step
         self.report.stage(f"step {self._step}/{self._step_count}: {self._short_instruction()}")
 
     def _flush(self) -> None:
@@ -173,7 +175,7 @@ class BuildFollower:
             return text
         return text[: _STEP_WIDTH - 3] + "..."
 
-    def _add_log(self, hint: str) -> str:
+    def _add_log_path(self, hint: str) -> str:
         """Return `hint` with the path of the log."""
         return f"{hint}\nfull log: {self.log_path}, with the Dockerfile in the same folder".strip()
 
@@ -188,7 +190,7 @@ class BuildFollower:
             return None
         return lines[self._step - 1]
 
-    def _origin(self, message: str) -> str | None:
+    def _locate_in_recipe(self, message: str) -> str | None:
         """Return the line of the recipe to which `message` refers, such as ``mn5.yaml:12``.
 
         It is found through the line of the Dockerfile in the message, or else through the current step.
@@ -230,7 +232,7 @@ class BuildKitFollower(BuildFollower):
             if int(step["number"]) > self._step:
                 self._start_step(step)
         elif output is not None:
-            self._tail.append(output[1])
+            self._step_output.append(output[1])
         elif source is not None:
             self._source_line = int(source[1])
         elif error is not None:

@@ -225,7 +225,7 @@ def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter)
     check_name(ref)
     doing = f"pull {ref}"
     report.stage(doing)
-    name, tag = _split(ref)
+    name, tag = _split_tag(ref)
     progress = LayerProgress(report)
     with translate_errors(doing, name=ref), engine.patient() as api:
         events = api.pull(name, tag=tag, stream=True, decode=True, platform=platform)
@@ -258,7 +258,7 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     if find_image(engine, ref) is None:
         raise no_image_error(ref)
     report.stage(doing)
-    name, tag = _split(ref)
+    name, tag = _split_tag(ref)
     progress = LayerProgress(report)
     digest = ""
     # A push may take an hour, hence no timeout.
@@ -301,12 +301,12 @@ def full_platform(platform: str) -> str:
 def add_tag(engine: Engine, image: str, ref: str) -> None:
     """Give the local image `image` the name `ref`. If another image has that name, it loses it."""
     check_name(ref)
-    name, tag = _split(ref)
+    name, tag = _split_tag(ref)
     with translate_errors(f"tag {image} as {ref}", name=image):
         engine.api.tag(image, name, tag)
 
 
-def _split(ref: str) -> tuple[str, str]:
+def _split_tag(ref: str) -> tuple[str, str]:
     """Split `ref` into the repository and the tag or digest: ``host/mn5:1`` -> ``host/mn5``, ``1``."""
     name = repository(ref)
     tag = ref.removeprefix(name).lstrip(":@")

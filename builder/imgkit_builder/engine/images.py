@@ -125,12 +125,12 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
             "os": response.get("Os") or "linux",
             "config": response.get("Config") or {},
             # An image configuration must list the layers here. `parse_config` reads them.
-            "rootfs": {"type": "layers", "diff_ids": _diff_ids(response)},
+            "rootfs": {"type": "layers", "diff_ids": _read_diff_ids(response)},
         }
     ).encode()
 
 
-def _diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
+def _read_diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
     """Return the digests of an image's layers. `data` is the engine's response about the image."""
     return tuple((data.get("RootFS") or {}).get("Layers") or ())
 
@@ -152,7 +152,7 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
         labels=dict(config.get("Labels") or {}),
         env=_parse_env(config.get("Env") or ()),
         user=str(config.get("User") or ""),
-        diff_ids=_diff_ids(data),
+        diff_ids=_read_diff_ids(data),
         size_bytes=int(data.get("Size") or 0),
         digest=digests[0] if digests else "",
         manifest=str(data.get("Manifest") or ""),
@@ -251,7 +251,7 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     if platform:
         candidates.append(platform)
     if not is_default_kept:
-        kept_platforms = _local_platforms(engine, name)
+        kept_platforms = _list_local_platforms(engine, name)
         candidates += sorted(kept_platforms, key=lambda kept: kept != engine.platform)
     for candidate in candidates:
         if candidate == read_platform(default_response):
@@ -273,7 +273,7 @@ def _inspect(engine: Engine, name: str, **query: str) -> dict[str, Any]:
     return data
 
 
-def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
+def _list_local_platforms(engine: Engine, name: str) -> Iterator[str]:
     """Yield the platforms for which the engine keeps the image `name`."""
     with _ignore_errors():
         for manifest in _inspect(engine, name, manifests="1").get("Manifests") or ():
