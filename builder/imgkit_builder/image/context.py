@@ -142,7 +142,7 @@ def pack_context(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
-        base=_manifest_base(recipe, base),
+        base=_describe_base(recipe, base),
         platform=platform,
         wheel_sha256=hashlib.sha256(wheel_data).hexdigest(),
         revision=revision,
@@ -226,13 +226,13 @@ def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
     result, unless the name of the base now refers to another image.
     """
     base_image = BaseImage(name=base, platform=context.manifest.platform)
-    manifest = dataclasses.replace(context.manifest, base=_manifest_base(recipe, base_image))
+    manifest = dataclasses.replace(context.manifest, base=_describe_base(recipe, base_image))
     dockerfile = render.render_dockerfile(recipe, base=base, platform=manifest.platform)
     texts = (context.files_sha256, dockerfile, manifests.to_json(manifest))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-def _manifest_base(recipe: Recipe, base: BaseImage) -> BaseImage:
+def _describe_base(recipe: Recipe, base: BaseImage) -> BaseImage:
     """Return the description of the base for the manifest of the image.
 
     If the recipe has a lock, the digest of the base is taken from the lock, and is empty if the lock has
@@ -255,7 +255,7 @@ def check_code(recipe: Recipe) -> None:
     ------
     ToolMissing, UsageError : it cannot. The error is the one that `pack_context` would raise.
     """
-    members.collect_code(_list_code(recipe), _secret_files(recipe))
+    members.collect_code(_list_code(recipe), _list_secret_files(recipe))
     if recipe.image.uv and not recipe.lock:
         uv_export.export_uv_lock(recipe)
 
@@ -281,7 +281,7 @@ class _TarProgress:
             self._report.advance(self._read_bytes, self._total_bytes)
 
 
-def _secret_files(recipe: Recipe) -> list[Path]:
+def _list_secret_files(recipe: Recipe) -> list[Path]:
     """Return the files with build secrets. They stay out of the context, wherever they are."""
     return [secret.file.resolve() for secret in recipe.image.secrets if secret.file is not None]
 
@@ -297,7 +297,7 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
     UsageError : as in `members.collect_code`.
     """
     codes = tuple(_list_code(recipe))
-    hidden = _secret_files(recipe)
+    hidden = _list_secret_files(recipe)
     packed = members.collect_code((code for code in codes if not code.is_skeleton), hidden)
     # Only the members are used here. The names that stay out are not reported, because a run brings these
     # files.
@@ -317,7 +317,7 @@ def _list_code(recipe: Recipe) -> Iterator[Code]:
                 context_folder=install.project_folder(index),
                 where=recipe.where("image", "pip", index, "project"),
                 ignore=step.ignore,
-                is_skeleton=_is_mounted(step) and not skeleton.unfit_reason(step.project),
+                is_skeleton=_is_mounted_by_runs(step) and not skeleton.unfit_reason(step.project),
             )
     for index, copy in enumerate(recipe.image.copy):
         yield Code(
@@ -328,7 +328,7 @@ def _list_code(recipe: Recipe) -> Iterator[Code]:
         )
 
 
-def _is_mounted(step: PipStep) -> bool:
+def _is_mounted_by_runs(step: PipStep) -> bool:
     """Return whether each run mounts its code over the project that `step` installs.
 
     This is the case for an editable project in ``/workspace`` or below it.
@@ -343,7 +343,7 @@ def whole_project_notes(recipe: Recipe) -> Iterator[str]:
     compile it.
     """
     for index, step in enumerate(recipe.image.pip):
-        if step.project is None or not _is_mounted(step):
+        if step.project is None or not _is_mounted_by_runs(step):
             continue
         reason = skeleton.unfit_reason(step.project)
         if reason:
@@ -364,7 +364,7 @@ def pack_early_code(recipe: Recipe) -> PackedCode:
         if copy.after != "pip":
             early_folders.add(render.copy_folder(index))
     codes = [code for code in _list_code(recipe) if code.context_folder in early_folders]
-    return members.collect_code(codes, _secret_files(recipe))
+    return members.collect_code(codes, _list_secret_files(recipe))
 
 
 class _TopEntry(NamedTuple):
@@ -446,14 +446,14 @@ def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
         # The certificates are later joined to one file, so each must end with a line break.
         yield members.memory_file(render.certificate_file(index), data.rstrip() + b"\n")
     if recipe.image.used_secrets:
-        yield _template(install.WITH_SECRETS, "with-secrets.sh")
+        yield _read_template(install.WITH_SECRETS, "with-secrets.sh")
     if recipe.lock:
         yield from _list_locked_files(recipe, recipe.lock)
     else:
         yield from _list_requirements_files(recipe)
 
 
-def _template(member: str, name: str) -> TarMember:
+def _read_template(member: str, name: str) -> TarMember:
     """Return the member `member` of the context, with the content of imgkit's template `name`."""
     return members.memory_file(member, (FOLDER / "templates" / name).read_bytes())
 
@@ -468,7 +468,7 @@ def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMemb
         apt_folder = f"imgkit/{install.LOCKED_APT}"
         apt_list = install.render_packages(recipe).encode()
         yield members.empty_folder(apt_folder)
-        yield _template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
+        yield _read_template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
         yield members.memory_file(f"{apt_folder}/{install.PACKAGES}", apt_list)
         yield from _list_kept_files(recipe, apt_folder, lock.apt)
     for step_index in install.pip_step_numbers(recipe):

@@ -94,7 +94,7 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
         # A source can also be a single file. It is put into its folder of the context.
         if not stat.S_ISDIR(status.st_mode):
             name = f"{code.context_folder}/{code.source.name}"
-            members[code] = (folder, _regular_file(code.source, name, status, code.where))
+            members[code] = (folder, _make_file_member(code.source, name, status, code.where))
             continue
         with explain_read_errors(code.source):
             listing = sources.list_source(code.source, code.ignore, hidden=hidden)
@@ -118,10 +118,10 @@ def _list_members(code: Code, entries: Iterable[sources.SourceEntry]) -> Iterato
         elif item.entry.is_symlink():
             yield _link(path, name, root)
         else:
-            yield _regular_file(path, name, path.lstat(), code.where)
+            yield _make_file_member(path, name, path.lstat(), code.where)
 
 
-def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
+def _make_file_member(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
     """Return the member `name` for the file `path`.
 
     Raises
@@ -133,7 +133,7 @@ def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> 
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         problem = f"{path} is {kind}, and only files, folders and links go into an image"
-        raise UsageError(problem, where=where, hint=_ignore_hint(path))
+        raise UsageError(problem, where=where, hint=_suggest_ignore(path))
     mode = 0o644
     if status.st_mode & stat.S_IXUSR:
         mode = 0o755
@@ -154,7 +154,7 @@ def _link(path: Path, name: str, root: Path) -> TarMember:
         raise UsageError(
             f"a link out of the copied folder, to {target}",
             where=str(path),
-            hint=f"make it a relative link inside {root}, replace it by a copy, or {_ignore_hint(path)}",
+            hint=f"make it a relative link inside {root}, replace it by a copy, or {_suggest_ignore(path)}",
         )
     return TarMember(name=name, kind=tarfile.SYMTYPE, mode=0o777, link=str(target))
 
@@ -169,11 +169,11 @@ def explain_read_errors(path: Path, where: str = "", hint: str = "") -> Iterator
         raise UsageError(
             f"{file}: cannot be read: {error.strerror}",
             where=where or None,
-            hint=hint or f"chmod u+rX it, or {_ignore_hint(file)}",
+            hint=hint or f"chmod u+rX it, or {_suggest_ignore(file)}",
         ) from error
 
 
-def _ignore_hint(path: Path) -> str:
+def _suggest_ignore(path: Path) -> str:
     return f"add {path.name!r} to this copy's `ignore`"
 
 
@@ -269,7 +269,7 @@ def _changed_size_error(file: Path, change: str) -> UsageError:
     """Return the error for a file whose size has changed. `change` is ``grew`` or ``shrank``."""
     return UsageError(
         f"{file} {change} while it was read",
-        hint=f"build again when no program writes to it, or {_ignore_hint(file)}",
+        hint=f"build again when no program writes to it, or {_suggest_ignore(file)}",
     )
 
 

@@ -172,8 +172,8 @@ def _fill_template(name: str, layers: Layers, **values: object) -> str:
         docker_value=_docker_value,
         sh_value=lambda value, key: install.shell_value(key, value),
         docker_key=_docker_key,
-        copy_arguments=_copy_arguments,
-        copy_file=_copy_file,
+        copy_arguments=_render_copy_arguments,
+        copy_file=_render_copy,
     )
     fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(layers)}
     return jinja.get_template(name).render({**values, **fields}, trust=TRUST)
@@ -217,7 +217,7 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
     copied = [INSIDE]
     if layers.ca:
         copied += [file.path for file in layers.ca.files]
-    yield _imgkit_step(
+    yield _make_imgkit_step(
         "copied files have the same modes, whatever umask copied them",
         f"chmod -R u=rwX,go=rX {' '.join(copied)}",
     )
@@ -240,13 +240,13 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
         # The section `%files` has copied the project to INSIDE. An editable project must be copied to its own
         # folder.
         if folder.path != f"{INSIDE}/{folder.context_path}":
-            command = f"{_copy_command(folder)}\n{command}"
+            command = f"{_render_copy_command(folder)}\n{command}"
         yield Step(origin=project.origin, command=command)
     if layers.projects:
-        yield _imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
+        yield _make_imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
     yield from _list_copy_steps(layers.copy)
     if layers.copy:
-        yield _imgkit_step("the copies are in their places", f"rm -rf {INSIDE}/copy")
+        yield _make_imgkit_step("the copies are in their places", f"rm -rf {INSIDE}/copy")
     yield from _list_commands(layers.run_after_copy, workdir.text)
 
 
@@ -261,7 +261,7 @@ def _add_parentheses(step: Step) -> Step:
     return dataclasses.replace(step, command=f"({step.command})")
 
 
-def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()) -> Step:
+def _make_imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()) -> Step:
     """Return a step that imgkit adds to the steps of the recipe.
 
     `purpose` appears in the comment above it.
@@ -272,7 +272,7 @@ def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()
 def _list_copy_steps(copies: Iterable[ContextFile]) -> Iterator[Step]:
     """Yield a step for each of `copies`, which copies the user's files to their folder in the image."""
     for copy in copies:
-        yield Step(origin=copy.origin, command=_copy_command(copy))
+        yield Step(origin=copy.origin, command=_render_copy_command(copy))
 
 
 def _list_commands(steps: Iterable[Step], folder: str) -> Iterator[Step]:
@@ -290,7 +290,7 @@ def _export(variables: Mapping[str, str]) -> str:
     return f"export {NEXT.join(values)}"
 
 
-def _copy_command(code: ContextFile) -> str:
+def _render_copy_command(code: ContextFile) -> str:
     """Return shell commands that copy a folder of the build context to its path in the image."""
     target = shlex.quote(code.path)
     return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.context_path}/. {target}"
@@ -319,7 +319,7 @@ def _docker_key(value: str) -> str:
     return docker_quote(value)
 
 
-def _copy_arguments(paths: Sequence[str]) -> str:
+def _render_copy_arguments(paths: Sequence[str]) -> str:
     """Return the JSON form of the arguments of COPY.
 
     Some characters are escaped twice, because the builder expands ``$`` and quotes even after it has decoded
@@ -329,10 +329,10 @@ def _copy_arguments(paths: Sequence[str]) -> str:
     return json.dumps(escaped_paths, ensure_ascii=False)
 
 
-def _copy_file(file: ContextFile) -> str:
+def _render_copy(file: ContextFile) -> str:
     """Return the JSON form of the arguments of COPY, for a file or for the content of a folder."""
     slash = "/" if file.is_folder else ""
-    return _copy_arguments([f"{file.context_path}{slash}", f"{file.path}{slash}"])
+    return _render_copy_arguments([f"{file.context_path}{slash}", f"{file.path}{slash}"])
 
 
 # Compile the entry points during the build, because a read-only image would compile them at every start. The
@@ -381,7 +381,7 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
         args = _block(recipe, "args", image.args)
     ca = None
     if image.ca:
-        ca = _certificates_step(recipe)
+        ca = _make_certificates_step(recipe)
     origins: tuple[ContextFile, ...] = ()
     if recipe.lock:
         origins = (ContextFile(context_path=install.LOCK_TOML, path=f"{INSIDE}/lock.toml"),)
@@ -404,7 +404,7 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
         env=_env(recipe),
         workdir=Text(origin=workdir_origin, text=image.workdir),
         run=_list_run_steps(recipe, "pip"),
-        install_wheel=_install_wheel(),
+        install_wheel=_make_wheel_step(),
         projects=_list_project_steps(recipe),
         copy=_list_copies(recipe, "pip"),
         origins=origins,
@@ -432,7 +432,7 @@ def _list_apt_steps(recipe: Recipe) -> tuple[Step, ...]:
     packages = recipe.lock.apt if recipe.lock else recipe.image.apt
     if not packages:
         return ()
-    return (install.apt_step(recipe, _origins(recipe, "apt", range(len(recipe.image.apt)))),)
+    return (install.apt_step(recipe, _format_origins(recipe, "apt", range(len(recipe.image.apt)))),)
 
 
 def _list_pip_steps(recipe: Recipe) -> tuple[Step, ...]:
@@ -474,11 +474,11 @@ def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _install_wheel() -> Step:
+def _make_wheel_step() -> Step:
     """Return the step that installs imgkit's entry points."""
     name = wheel.wheel_name()
     path = f"{INSIDE}/{name}"
-    return _imgkit_step(
+    return _make_imgkit_step(
         "no index, no dependencies; forced, because a changed wheel can have the same version",
         # This step needs no constraints. With the base's PIP_CONSTRAINT, pip would fail if the file it names
         # is missing.
@@ -544,7 +544,7 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     return Text(origin=f"--base (instead of {recipe.image.base}, {where})", text=override)
 
 
-def _certificates_step(recipe: Recipe) -> Step:
+def _make_certificates_step(recipe: Recipe) -> Step:
     """Return the step that makes the image trust the recipe's certificates.
 
     It comes before the first access to the network, which may go through a proxy with such a certificate.
@@ -563,16 +563,16 @@ def _certificates_step(recipe: Recipe) -> Step:
         "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
-    return Step(origin=_origins(recipe, "ca", indices), files=tuple(files), command=NEXT.join(lines))
+    return Step(origin=_format_origins(recipe, "ca", indices), files=tuple(files), command=NEXT.join(lines))
 
 
 def _list_run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
     """Return the user's commands that run after the step `after`: ``base``, ``apt``, ``pip`` or ``copy``."""
     commands = enumerate(recipe.image.run)
-    return tuple(_run_step(recipe, index, run) for index, run in commands if run.after == after)
+    return tuple(_make_run_step(recipe, index, run) for index, run in commands if run.after == after)
 
 
-def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
+def _make_run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     """Return the step of a user's command, quoted for a Dockerfile and for a definition file.
 
     `number` is the index of the command in the recipe.
@@ -654,11 +654,11 @@ def _block(recipe: Recipe, key: str, entries: Mapping[str, str], default_origin:
     `entries` may contain more than the values of ``image.KEY``. If the recipe sets none of them,
     `default_origin` is used instead of the lines.
     """
-    origin = _origins(recipe, key, getattr(recipe.image, key))
+    origin = _format_origins(recipe, key, getattr(recipe.image, key))
     return Block(origin=origin or default_origin, entries=entries)
 
 
-def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
+def _format_origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
     """Return the lines of the recipe that set `items` of ``image.KEY``.
 
     For example, ``mn5.yaml:12-14, mn5-llm.yaml:3``.

@@ -83,11 +83,11 @@ def export_uv_lock(recipe: Recipe) -> bytes:
             where=where,
             hint=f"write it again: uv lock --project {uv.project}",
         )
-    left_to_pip = set(_names_in_pip_steps(recipe))
+    left_to_pip = set(_list_names_in_pip_steps(recipe))
     _refuse_unlocked(beside_torch, left_to_pip, where)
     content = {
         "requires_python": pyproject["project"].get("requires-python", ""),
-        "environments": _uv_settings(pyproject).get("environments", []),
+        "environments": _read_uv_settings(pyproject).get("environments", []),
         "index_options": options,
         "left_to_pip": sorted(left_to_pip),
         "requirements": requirements,
@@ -99,7 +99,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     return f"{text}\n".encode()
 
 
-def _uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
+def _read_uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
     """Return the table ``tool.uv`` of a pyproject.toml, which is empty if there is none."""
     settings: dict[str, Any] = pyproject.get("tool", {}).get("uv", {})
     return settings
@@ -121,7 +121,7 @@ def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -
 
     locked_versions = _list_locked_versions(lines)
     # An override replaces the project's requirement for a package, so that requirement does not apply.
-    overrides = _uv_settings(pyproject).get("override-dependencies", [])
+    overrides = _read_uv_settings(pyproject).get("override-dependencies", [])
     ignored = {requirement_name(requirement_text) for requirement_text in overrides}
     ignored.add(canonical_name(pyproject["project"]["name"]))
     environments = _list_environments(pyproject)
@@ -180,7 +180,7 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
     from packaging.markers import Marker
     from packaging.specifiers import SpecifierSet
 
-    markers = [Marker(text) for text in _uv_settings(pyproject).get("environments", [])]
+    markers = [Marker(text) for text in _read_uv_settings(pyproject).get("environments", [])]
     requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
     environments = []
     # Evaluate markers for every combination, since the base is not known on this machine.
@@ -242,7 +242,7 @@ def _read_export(argv: list[str], project: Path) -> list[str]:
     return re.sub(r" \\\n *", " ", output).splitlines()
 
 
-def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
+def _list_names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
     """Yield the names of the packages that the recipe's pip steps install.
 
     A pip step can build a package from source. The step for uv.lock cannot, because it installs only wheels.
@@ -285,7 +285,7 @@ def index_options(recipe: Recipe) -> list[str]:
     if uv is None:
         return []
     options = []
-    for index in _uv_settings(_read_pyproject(uv.project)).get("index", []):
+    for index in _read_uv_settings(_read_pyproject(uv.project)).get("index", []):
         url = str(index.get("url", ""))
         # A user or password in the URL comes before an "@".
         if not re.fullmatch(r"https?://[^\s@]+", url) or hide_secrets(url) != url:
