@@ -144,7 +144,8 @@ def ngc_image(reference: str) -> Base | None:
     if tag_match is None:
         return None
     for base in load_table():
-        # The table has the release without the suffix of the tag: "24.03" for "24.03-py3".
+        # The table has the release without the suffix of the tag: "24.03" for "24.03-py3". The first group
+        # of the match is that release.
         if base.tag == tag_match[1]:
             return base
     return None
@@ -248,12 +249,14 @@ def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[F
 def _find_known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
     """Yield warnings about known issues, which are bugs in versions of CUDA, NCCL and other software.
 
-    An issue applies if its conditions match the versions in a base and the values of `system`. If both bases
-    have an issue, it is yielded once.
+    An issue applies if its conditions match the versions in a base and the values of `system`. A recipe can
+    name a second, newer base as ``current_base``. If both bases have an issue, it is yielded once.
     """
     reported = set()
     for key in ("base", "current_base"):
         lookup = _make_lookup(getattr(image, key) or "", system)
+        # The empty mapping replaces the environment, so the file with the issues of this machine's site is
+        # not read.
         for issue in known_issues.load_issues(system.known_issues, {}):
             # The effect "set" changes variables of a job, so it is no reason for a warning here.
             if issue.effect not in ("warn", "refuse") or issue.id in reported:

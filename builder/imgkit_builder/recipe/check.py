@@ -43,6 +43,7 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     for path, node in tree.walk():
         if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
             _check_text(path, node, problems)
+    # These rules concern several keys at once. They read `tree`, so they also run if there is no document.
     for rule in (_check_secrets, _check_pip_steps, _check_platforms, _check_runtime, _check_scheduler):
         rule(tree, problems)
     named_files.check(tree, problems, faulty)
@@ -144,6 +145,7 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
 def _report_key(mistake: Mistake, tree: Table, problems: Collector) -> None:
     """Report a key that is unknown, or whose name breaks a rule."""
     *parents, name = mistake.path
+    # The mapping that contains the key, or the nearest value above it.
     table, _ = tree.deepest(tuple(parents))
     # Use the position of the key itself if its parent is a mapping in the file.
     position = table.position
@@ -256,6 +258,7 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
         _warn_of_secret(path, node, problems, has_own_name=has_own_name)
         return
     variable = str(name)
+    # A variable may extend the value that the base image sets. An argument has no earlier value.
     fault = rules.variable_fault(variable, node.text, has_earlier_value=not is_argument)
     if fault is not None:
         problems.error(node.position, path, *fault)

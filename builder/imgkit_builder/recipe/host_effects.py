@@ -39,7 +39,10 @@ def find_host_effects(recipe: Recipe) -> tuple[Problem, ...]:
 
 
 def _find_runtime_effects(recipe: Recipe) -> Effects:
-    """Yield programs that run when a job starts, and folders of the machine that the job can access."""
+    """Yield programs that run when a job starts, and folders of the machine that the job can access.
+
+    Each item is the key of the recipe that causes the effect, and a message.
+    """
     runtime = recipe.system.runtime
     path = ("system", "runtime")
     if runtime.command not in PROGRAMS:

@@ -69,9 +69,12 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     merged = _read_with_parents(file, problems)
     if merged.tree is None:
         raise RecipeErrors(problems.errors)
+    # Replace the arguments first, so that the new values are checked, too.
     tree = _replace_args(merged.tree, build_args)
     document = _make_document(tree, problems, file, is_complete=merged.is_complete)
     positions = _positions(tree)
+    # The digest of the recipe is made from `document`, whose paths are still relative, so that it does not
+    # depend on the folder.
     image: Image = _make_absolute(document.image, ("image",), positions)
     counted_files = _list_counted_files(image)
     digests = {}
@@ -233,6 +236,7 @@ def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Positi
     positions : the position of every value that a file sets.
     """
     if isinstance(value, Path):
+        # Every path comes from a file and has a position, because no key has a path as its default.
         # If the path is absolute, also after "~" is expanded, `/` drops the folder on its left.
         return positions[path].file.parent / value.expanduser()
     if isinstance(value, tuple):
@@ -343,6 +347,8 @@ def _locate_shipped(name: str) -> Path:
     """
     if name in recipe_names():
         return recipe_path(name)
+    # The second argument is the file that names the system, for hints. There is none here, so a path in the
+    # working directory is invented.
     if name in system_files.find_systems():
         return system_files.locate_system(name, Path.cwd() / "recipe")
     if not name:
@@ -489,8 +495,13 @@ def _read_named_system(
 ) -> Table | None:
     """Return the values of the system `name`, changed by `changes`.
 
-    After a problem, report it and return None. The parameters `path`, `chain` and `problems` are those of
-    `_locate_named`.
+    After a problem, report it and return None.
+
+    Parameters
+    ----------
+    path : the key that names the system, for messages.
+    chain : the resolved paths of the files that extend each other so far. The system's file must not be one
+        of them.
     """
     file = _locate_named(name, path, chain, problems, "system")
     if file is None:
@@ -569,10 +580,10 @@ class _SystemFile(NamedTuple):
 
 
 def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _SystemFile:
-    """Read the file of a system, and merge it with the system that it extends.
+    """Read the file of a system (the facts about a cluster), and merge it with the system that it extends.
 
     A value that `file` does not set comes from the system named by its key ``extends``. Problems are
-    reported.
+    reported, and the result then has no values. Its proof describes how the values of `file` were tested.
 
     Parameters
     ----------
@@ -591,6 +602,7 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _
     proof = Proof()
     if "proof" in tree.entries:
         proof = _read_proof(tree.entries["proof"], problems)
+    # `proof` is removed, so that it is never merged: a test of the parent proves nothing about this system.
     values = tree.without("proof", "extends")
     if "extends" not in tree.entries:
         return _SystemFile(values, proof)
@@ -600,7 +612,7 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _
 
 
 def _read_proof(node: YamlNode, problems: Collector) -> Proof:
-    """Return the value of the key ``proof``, which describes how the values of a system were tested.
+    """Return the value `node` of the key ``proof``, which describes how the values of a system were tested.
 
     If the value cannot be used, report it and return an empty `Proof`.
     """
@@ -629,7 +641,8 @@ def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:
 def merge_tables(parent: Table, child: Table, path: KeyPath) -> Table:
     """Merge the mappings of a parent recipe and its child at the key `path`.
 
-    A key that both have is merged by `merge`.
+    If both have a key, `merge` decides: it merges mappings, appends to some lists, and otherwise takes the
+    value of the child.
     """
     entries = dict(parent.entries)
     for key, node in child.entries.items():

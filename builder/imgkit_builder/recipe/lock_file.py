@@ -90,6 +90,7 @@ def _render_table(table: Any, path: str) -> str:
             for item in value:
                 # Write an item even if all its values are defaults, since the number of items matters.
                 tables += _render_heading(f"[[{key}]]", _render_table(item, key))
+        # The schema is always written. A reader needs it to know how to read the other keys.
         elif field.name == "schema" or value != field.default:
             values += f"{field.name} = {_render_value(value)}\n"
     return values + tables
@@ -138,7 +139,7 @@ def parse_lock(content: str, file: Path) -> Lock:
 
     Raises
     ------
-    UsageError : as in `read_lock`.
+    UsageError : the text is not a valid lock. The error lists all mistakes.
     """
     # The lock beside a recipe of unknown origin may be a symbolic link to a private file, such as an SSH key.
     # So messages quote only files in the folder of the lock.
@@ -161,7 +162,8 @@ _IGNORE_HINT = "to ignore the lock: --no-lock"
 def _validate_lock(values: dict[str, Any]) -> tuple[Lock | None, Sequence[Mistake]]:
     """Convert the parsed `values` of a lock file to a `Lock`, and return what is wrong with them.
 
-    The lock may be None if something is wrong.
+    If a value has a wrong key or type, the lock is None. If the values only contradict each other, the result
+    is the lock together with the mistakes.
     """
     # Check the schema first. A lock with a later schema may have other keys, and each would be reported as
     # unknown.
@@ -205,10 +207,10 @@ def _describe_package(path: KeyPath, values: Any) -> str:
 
 
 def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
-    """Yield the values of a lock that contradict each other.
+    """Yield a mistake for each value of a lock that contradicts another one.
 
     Each mistake has the key of the value that is probably wrong. For example, a wheel must belong to a pip
-    step that existed when the lock was made.
+    step that existed when the lock was made. The request in a lock is what the recipe required at that time.
     """
     platforms = set()
     for platform_index, locked in enumerate(lock.platforms):
@@ -222,14 +224,16 @@ def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
             yield _make_mistake(*path, "base", "name", message=message)
         if not (base.digest or base.id):
             yield _make_mistake(*path, "base", message="must have a digest or an id")
-        # Wheels refer to pip steps by index. The step for a uv project has a special number.
-        steps = set(range(len(locked.request.pip)))
+        # Each wheel has the index of the pip step that installs it. Wheels of a uv project have the number
+        # `UV_STEP` (-1) instead, because the project is not in the list of pip steps.
+        step_numbers = set(range(len(locked.request.pip)))
         if locked.request.uv:
-            steps.add(UV_STEP)
+            step_numbers.add(UV_STEP)
         for wheel_index, wheel in enumerate(locked.pip):
-            if wheel.step not in steps:
+            if wheel.step not in step_numbers:
                 message = f"there is no pip step {wheel.step} in the request"
                 yield _make_mistake(*path, "pip", wheel_index, "step", message=message)
+            # A wheel is either downloaded, or kept: a file in the folder beside the lock.
             if not (wheel.url or wheel.kept):
                 message = "is missing, and the wheel is not a kept one"
                 yield _make_mistake(*path, "pip", wheel_index, "url", message=message)
@@ -261,6 +265,8 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
     lock = read_lock(file)
     locked = _select_platform(lock, recipe, platform, file)
     _refuse_stale(recipe, locked.request, file, base)
+    # The packages that are stored beside the lock. A kept wheel is one of them that no index provides, so a
+    # build cannot download it again.
     folder = kept_folder(file)
     kept_files = {name: folder / name for name in locked.digests if (folder / name).is_file()}
     for wheel in locked.pip:
@@ -416,15 +422,16 @@ def _make_locked_step(step: PipStep) -> LockedStep:
 
     Credentials are removed, because a lock is meant to be kept under version control.
     """
-    packages = list(step.packages)
+    required_packages = list(step.packages)
     if step.requirements:
         lines = requirements.read_requirements(step.requirements)
-        packages += [line for line in lines if not line.startswith("-")]
+        # Lines that begin with "-" are options. `collect_pip_options` returns them below.
+        required_packages += [line for line in lines if not line.startswith("-")]
     if step.project is not None and step.installs_dependencies:
-        packages += requirements.read_dependencies(step.project)
+        required_packages += requirements.read_dependencies(step.project)
     variables = [f"{name}={value}" for name, value in sorted(step.env.items())]
     return LockedStep(
-        requirements=tuple(map(hide_secrets, packages)),
+        requirements=tuple(map(hide_secrets, required_packages)),
         options=tuple(map(hide_secrets, collect_pip_options(step))),
         env=tuple(map(hide_secrets, variables)),
     )
@@ -462,7 +469,13 @@ def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None
 
 
 def _find_step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> Difference | None:
-    """Return the first change in the pip steps of a recipe, as in `first_difference`."""
+    """Return the first change in the pip steps of a recipe since its lock was made, or None.
+
+    Parameters
+    ----------
+    new : the steps that the recipe has now.
+    locked : the steps that it had when the lock was made.
+    """
     # Compare the steps that exist in both lists. The lists may differ in length, hence `strict=False`.
     for index, (step, locked_step) in enumerate(zip(new, locked, strict=False)):
         for field, (key, noun) in _STEP_FIELDS.items():
@@ -485,8 +498,11 @@ def _find_step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep
 def _compare_lists(path: KeyPath, noun: str, values: Sequence[str], locked: Sequence[str]) -> Difference:
     """Return the first change in a list of the recipe at the key `path`.
 
-    `values` and `locked` must differ. `noun` is the name of the list in the message, for example ``the apt
-    packages have 'zsh', which the lock does not know``.
+    Parameters
+    ----------
+    noun : the name of the list in the message, for example ``the apt packages``.
+    values : the list in the recipe. It must differ from `locked`.
+    locked : the list that the recipe had when the lock was made.
     """
     for index, value in enumerate(values):
         if value not in locked:

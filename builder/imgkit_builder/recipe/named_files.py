@@ -41,6 +41,7 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
 
     `faulty` contains the keys of values that have been reported already. They are skipped.
     """
+    # A pin such as torch==2.3.0 cannot be met beside the NVIDIA build of torch in an image from NGC.
     ngc_base = _find_ngc_base(tree)
     for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):
         _check_torch(node.text, ngc_base, node.position, path, problems)
@@ -49,6 +50,8 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
         if node.text == NO_DEPS:
             step = path[:-2]  # ("image", "pip", 0, "options", 1) -> ("image", "pip", 0)
             steps_without_dependencies.add(step)
+    # Each pattern matches keys of one kind, such as the requirements of all pip steps. Its function checks
+    # the content of the files that these keys name.
     for pattern, check_content in _CONTENT_CHECKS.items():
         for path, node in tree.select_texts(*pattern):
             if path in faulty:
@@ -88,7 +91,8 @@ def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
 def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | None:
     """Return why a recipe in `folder` cannot use the file `text`, or None if it can.
 
-    The file must exist below `folder`. If it is a symbolic link, so must its target.
+    The file must exist below `folder`. If it is a symbolic link, its target must be there, too. All links in
+    `folder` itself must already be resolved.
     """
     file = folder / text
     target = file.resolve()
@@ -96,7 +100,8 @@ def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | Non
         return "is empty", "name a file"
     if Path(text).is_absolute() or text.startswith("~"):
         return f"{text} is not relative", f"paths start at the recipe's folder, {folder}"
-    # The path leaves the folder either by its parts ("../x") or through a link.
+    # The path leaves the folder either by its parts ("../x") or through a link. Check this before the checks
+    # below, which would reveal whether a file outside of the folder exists.
     if not target.is_relative_to(folder):
         route = " through a symbolic link"
         if ".." in Path(text).parts:

@@ -300,6 +300,7 @@ def _syntax_error(message: str, last_line: int) -> NotToml:
     used if the message contains no line.
     """
     reason = _TOML_POSITION.sub("", message)
+    # At the end of the file, the message has words instead of numbers, so the first group is empty.
     match = _TOML_POSITION.search(message)
     if match is None or not match[1]:
         return NotToml(reason, line=last_line, column=1)
@@ -313,7 +314,8 @@ def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> di
 
     Raises
     ------
-    RecipeErrors : the text is not TOML. The error ends with `hint`, which says how to correct the file.
+    RecipeErrors : the text is not TOML. The error ends with `hint`, which says how to correct the file, and
+        also lists the problems found before.
     """
     problems.lines[file] = text.split("\n")
     try:
@@ -333,7 +335,7 @@ def _check_limits(value: Any, depth: int = 0) -> None:
     ValueError : an integer has more than 64 bits, the limit of TOML.
     RecursionError : tables and lists are nested more than `DEEPEST` levels deep.
     """
-    # The caller converts this error in the same way as that of a parser that reaches its limit of recursion.
+    # The caller treats this error like the RecursionError that a parser raises.
     if depth == DEEPEST:
         raise RecursionError
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

@@ -55,7 +55,7 @@ def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
 
     Raises
     ------
-    Unfit : as in `parse_reference`.
+    Unfit : the text is not an image reference.
     """
     reference = parse_reference(text)
     if needs_tag and not reference.tag and not reference.digest:
@@ -301,6 +301,7 @@ def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str |
     if parts is None:
         return None
     before, after = map(quote, parts)
+    # The colon belongs to the reference, so that it disappears together with an unset variable.
     if not before:
         return f'"${{{name}:+${name}:}}{after}"'
     if not after:

@@ -190,7 +190,7 @@ class _Walker:
     secret: list[str] = field(default_factory=list)
 
     def add_folder(self, folder: Path, prefix: str, git_rules: _Rules) -> None:
-        """Add the content of `folder` to the lists of this object.
+        """Add the content of `folder` to the lists of this object: `entries`, `left_out` and `secret`.
 
         Parameters
         ----------
@@ -211,6 +211,7 @@ class _Walker:
                 # The final slash makes patterns such as "data/" match. As in git, an excluded folder is not
                 # searched, so all its content stays out.
                 name += "/"
+            # A hidden entry (_Decision.HIDE) is in no list, so the user is not told about it.
             decision = self._decide(entry, name, siblings, rules)
             if decision is _Decision.LEAVE_OUT:
                 self.left_out.append(name)
@@ -222,7 +223,7 @@ class _Walker:
                     self.add_folder(Path(entry.path), name, git_rules)
 
     def _decide(self, entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> _Decision:
-        """Return whether `entry` goes into the image.
+        """Return whether `entry` goes into the image, and if not, whether the user is told.
 
         Parameters
         ----------
@@ -232,6 +233,8 @@ class _Walker:
         """
         if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
             return _Decision.HIDE
+        # True: the recipe excludes it. False: a pattern such as "!data/" brings it back. None: no pattern of
+        # the recipe matches, so the other rules decide.
         excluded_by_recipe = self.recipe_patterns.excludes(name)
         if excluded_by_recipe:
             return _Decision.HIDE
@@ -272,9 +275,10 @@ def _add_parent_folders(paths: Iterable[str]) -> frozenset[str]:
 
 
 def _find_last_decision(rules: _Rules, path: str) -> bool | None:
-    """Return whether `path` stays out, or None if no rule has a pattern that matches it.
+    """Return what the last of `rules` with a matching pattern says about `path`.
 
-    The last of `rules` with a matching pattern decides.
+    True means that `path` stays out, False that a pattern such as ``!data/`` brings it back, and None that no
+    rule has a pattern that matches it.
     """
     for rule in reversed(rules):
         decision = rule.excludes(path)
@@ -287,7 +291,13 @@ def _stays_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _R
     """Return whether `entry` stays out, either because of a pattern or because a program generated it.
 
     A pattern has priority. Only if no pattern matches, `entry` stays out if it is a cache or an output of
-    imgkit. The parameters are those of `_Walker._decide`.
+    imgkit.
+
+    Parameters
+    ----------
+    name : the path of `entry` relative to the source, with a final slash if it is a folder.
+    siblings : the names in the same folder. An output of imgkit is recognized by the files beside it.
+    rules : all rules that apply to the folder. The last one that matches decides.
     """
     decision = _find_last_decision(rules, name)
     if decision is not None:
@@ -314,6 +324,7 @@ def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
     if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER_NAMES:
         return True
     for entry in entries:
+        # imgkit's own temporary files never go into an image, so they decide nothing here.
         if entry.name.startswith(TEMPORARY):
             continue
         if _find_last_decision(rules, prefix + entry.name) is not None:
@@ -324,7 +335,7 @@ def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
             is_output = _is_output(entry.name, names)
         if not is_output:
             return False
-    return bool(entries)
+    return bool(entries)  # an empty folder may have been made by a person
 
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
@@ -390,7 +401,7 @@ def _count_stars(pattern: str) -> int:
     """
     count = 0
     for part in pattern.split("/"):
-        if part == "**":  # matches any number of folders, and takes the time of one star
+        if part == "**":  # matches any number of folders, but takes only the time of one star
             count += 1
         else:
             count += part.count("*")
@@ -411,6 +422,7 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
             patterns = (_read_patterns(folder / ".gitignore", above=above), *patterns)
         is_repository_root = os.path.lexists(folder / ".git")
         if is_repository_root:
+            # The empty path stands for `source` itself.
             if _find_last_decision(patterns, ""):
                 return ()
             return patterns

@@ -181,7 +181,8 @@ def find_registration(name: str) -> Registration:
 
     Raises
     ------
-    KeyError, ToolFailed : as in `load_plugin`.
+    KeyError : neither imgkit nor a plug-in has a scheduler of that name.
+    ToolFailed : several plug-ins have that name, or the plug-in cannot be loaded.
     """
     if name in SHIPPED:
         return SHIPPED[name]

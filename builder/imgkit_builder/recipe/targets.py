@@ -192,7 +192,8 @@ def _list_values(
     if not children:
         yield _make_row(path, None, positions)
         return
-    # For a step (an item of a list) and for the constraints, only the keys that are set are listed.
+    # A step is an item of a list, so its path ends with an index. For steps and for the constraints, only the
+    # keys that are set are listed, because the many optional keys of each step would fill the table.
     is_step = isinstance(path[-1], int)
     for key, child in children:
         is_unset = child in ((), None, {})
