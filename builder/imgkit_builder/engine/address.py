@@ -147,7 +147,7 @@ def _settings_folder() -> Path:
 
 
 def _read_context(name: str, source: str) -> Endpoint:
-    """Return the address of the engine in the Docker context `name`.
+    """Return the address of the engine in the Docker context `name`, a stored address with its certificates.
 
     `source` is the variable or file that selects the context, for messages.
 
@@ -157,8 +157,8 @@ def _read_context(name: str, source: str) -> Endpoint:
     """
     # The folder of a context is named after the sha256 of the context's name (docker/cli, cli/context/store).
     contexts = _settings_folder() / "contexts"
-    key = hashlib.sha256(name.encode()).hexdigest()
-    path = contexts / "meta" / key / "meta.json"
+    folder_name = hashlib.sha256(name.encode()).hexdigest()
+    path = contexts / "meta" / folder_name / "meta.json"
     try:
         engines = _read_json(path).get("Endpoints")
     except OSError as error:
@@ -177,7 +177,8 @@ def _read_context(name: str, source: str) -> Endpoint:
             where=str(path),
             hint=f"docker context inspect {name}",
         )
-    tls = _find_tls_files(contexts / "tls" / key / "docker", verify=not engine.get("SkipTLSVerify"))
+    tls = _find_tls_files(contexts / "tls" / folder_name / "docker", verify=not engine.get("SkipTLSVerify"))
+    # `SkipTLSVerify` alone also asks for TLS, without a check of the engine's certificate.
     has_tls = bool(tls.ca or tls.cert) or not tls.verify
     return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls if has_tls else None)
 
@@ -293,6 +294,7 @@ def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
 
 def _suggest_start(engine: Endpoint) -> str:
     """Return a hint for an engine that does not respond: how to start it, or how to use another engine."""
+    # A variable or a Docker context has selected this engine, so suggest to leave that choice.
     if engine.source:
         hint = f"start the engine there, or: {engine.leave_command}"
         for endpoint in _find_listening():
@@ -326,7 +328,7 @@ def _find_system_error(error: BaseException) -> OSError | None:
         if not isinstance(cause, BaseException) or cause in visited:
             continue
         visited.append(cause)
-        # The exceptions of requests are also OSErrors, but without an errno.
+        # The exceptions of requests are also OSErrors, but without an errno. They only wrap the one searched.
         if isinstance(cause, OSError) and cause.errno is not None:
             return cause
         reason = getattr(cause, "reason", None)  # of urllib3

@@ -197,14 +197,16 @@ SCHEMA = 1
 def probe(engine: Engine, base: BaseImage) -> Probe:
     """Run `base` once, and return its versions of Python, torch, CUDA and NCCL.
 
-    If the base cannot run, `Probe.skipped` is the reason. The result is cached, because importing torch takes
-    seconds. The cache never becomes stale, because the content of an image id never changes.
+    If the base cannot run, `Probe.skipped` is the reason, and nothing is cached. Otherwise the result is
+    cached, because importing torch takes seconds. The cache never becomes stale, because the content of an
+    image id never changes.
     """
     digest = base.id.removeprefix("sha256:") or "unknown"
     path = files.cache_dir() / "probe" / f"{digest}.json"
     cached = _read_cached_probe(path)
     if cached is not None:
         return cached
+    # An engine that names images by their manifests does not know the id, so there the name is used.
     ref = base.name
     if base.id and not engine.names_manifests:
         ref = base.id  # the tag may move to another image in the meantime
@@ -237,7 +239,10 @@ def _read_cached_probe(path: Path) -> Probe | None:
 
 
 def _explain_probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
-    """Return why the inspection program printed no versions in `base`, as text for people."""
+    """Return why the inspection program printed no versions in `base`, as text for people.
+
+    `returncode` and `output` are those of the program.
+    """
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"
     if "exec format error" in output.lower():

@@ -138,6 +138,8 @@ def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
     ------
     ToolMissing : buildx is missing, too.
     """
+    # An error without an HTTP status, such as that of a failed step, is no refusal of the engine. A builder
+    # that the user has requested (`may_change` is false) is never replaced.
     status = _find_status(error)
     if not choice.may_change or status is None:
         return None
@@ -207,6 +209,7 @@ def _find_podman_containers(facts: EngineFacts) -> Path:
     if not facts.is_here:
         raise UsageError("Podman is on another machine", where=facts.endpoint.host, hint=use_classic)
     process.require_program(PODMAN[0], f"sudo apt-get install podman, {use_classic}")
+    # The final dot marks the end of the driver's name. Warnings may follow on other lines.
     layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
     # The program and the service may run as different users or with different configurations. Then each has
     # its own images.

@@ -87,6 +87,7 @@ def build(
     UsageError : the engine cannot parse the Dockerfile or find the base.
     """
     check_name(tag)
+    # The image that has the name now. Find it before the build, because the new image takes the name.
     previous_image = find_image(engine, tag)
     folder = _make_log_folder(context.manifest.recipe)
     created = time_of_build()
@@ -110,6 +111,8 @@ def build(
         hide=hide,
         no_cache=no_cache,
     )
+    # Errors of a step are raised unchanged. Only an engine that no longer has the classic builder leads to a
+    # second attempt.
     try:
         ref = request.run(builder)
     except ImgkitError as error:
@@ -314,6 +317,7 @@ def _read_context_chunks(
     member.size = len(dockerfile_bytes)
     member.mode = 0o644
     with context.open(report) as tar:
+        # The header, the content, and zeros up to the next block of the tar.
         yield (
             member.tobuf(tarfile.USTAR_FORMAT)
             + dockerfile_bytes
@@ -338,6 +342,7 @@ def _make_buildx_env(engine: Engine) -> dict[str, str]:
         "BUILDX_NO_DEFAULT_ATTESTATIONS": "1",
         "BUILDX_BUILDER": endpoint.context or "default",
     }
+    # The builder of a context connects by itself. The builder "default" uses these variables.
     if not endpoint.context:
         env["DOCKER_HOST"] = endpoint.host
         env.pop("DOCKER_CONTEXT", None)

@@ -131,6 +131,8 @@ class Engine:
         By default, the SDK waits 60 s for a response in all calls except build. To save an image of 20 GB,
         the engine copies the image before it sends the first byte (docker/docker-py issues 1070, 2097, 2119).
         """
+        # The client reads its timeout at each request. So the change also applies to other requests of the
+        # block.
         usual_timeout = self.api.timeout
         self.api.timeout = None  # type: ignore[assignment]  # requests waits forever with None
         try:
@@ -305,7 +307,9 @@ def query_facts(engine: Endpoint | None = None) -> EngineFacts:
 
     Raises
     ------
-    ToolMissing, ToolFailed, UsageError : as `connect`.
+    ToolMissing : no engine responds in time, or this user may not use it.
+    ToolFailed : a program responds, but it is not an engine.
+    UsageError : ``DOCKER_HOST`` is not an address, or the chosen context does not exist.
     """
     with connect(engine, timeout_s=FACTS_TIMEOUT_S) as connected:
         return connected.facts()

@@ -113,6 +113,7 @@ def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes
     import docker.errors
 
     with translate_errors(f"read {path}"):
+        # The engine sends a file of a container as a tar.
         try:
             chunks, _ = engine.api.get_archive(name, path)
         except docker.errors.NotFound:
@@ -190,6 +191,8 @@ def _start_guard(name: str) -> Iterator[Callable[[], object]]:
     ) as guard:
         assert guard.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
         stdin = guard.stdin
+        # The guard reads its input to the end, which comes when this block or imgkit ends. Without the word,
+        # it removes the container.
         yield lambda: stdin.write(b"removed")
 
 

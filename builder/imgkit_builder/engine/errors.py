@@ -88,6 +88,7 @@ def explain_message(message: str, *, doing: str, name: str = "") -> ImgkitError:
     text = strip_styles(message).strip()
     lower = text.lower()
     # The kind of error can only be derived from the text, because engines and registries send no code for it.
+    # The first match counts.
     if "invalid reference format" in lower:
         return UsageError(f"{doing}: {text}", hint="an image name looks like registry:5000/group/name:tag")
     if _LOCALLY_MISSING.search(lower):
@@ -134,6 +135,7 @@ def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
     import requests.exceptions
     import urllib3.exceptions
 
+    # The order of the clauses matters: an APIError is also a RequestException, which is also an OSError.
     try:
         yield
     except ImgkitError:

@@ -72,6 +72,7 @@ class BuildFollower:
         ImgkitError : the event reports that a step has failed.
         """
         message = self._mask_secrets(event_error(event))
+        # An event without an error gives an empty text.
         if message:
             # The last line of the output may have no line break, but it belongs to the error.
             self._flush()
@@ -135,7 +136,10 @@ class BuildFollower:
         self.report.line(text)
 
     def _update_state(self, text: str) -> None:
-        """Begin the step that a line of output announces. Otherwise, keep the line for an error message."""
+        """Begin the step that a line of output announces. Otherwise, keep the line for an error message.
+
+        Also note the running container in `container`, so that an interrupted build can remove it.
+        """
         step = _STEP.match(text)
         running = _RUNNING.match(text)
         if step is not None:
@@ -221,7 +225,8 @@ class BuildKitFollower(BuildFollower):
     def _update_state(self, text: str) -> None:
         """Begin the step that a line of BuildKit's output announces.
 
-        Otherwise, keep the line for an error.
+        Otherwise, keep what an error message needs: output of the step, the failed line of the Dockerfile, or
+        the error itself.
         """
         step = _VERTEX.match(text)
         output = _OUTPUT.match(text)

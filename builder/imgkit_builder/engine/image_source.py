@@ -97,6 +97,8 @@ def save_stream(engine: Engine, name: str, *, report: Reporter = SILENT) -> Iter
     image = inspect(engine, name)
     doing = f"save {name}"
     report.stage(f"the engine stages {image.tag or name}")
+    # Errors at the request are translated here, and errors in the stream by `_refuse_incomplete`. An error of
+    # the caller's own code in the block must not be translated.
     with contextlib.ExitStack() as stack:
         with translate_errors(doing, name=name):
             archive = images.get_image(engine, image.tag or image.ref, image.platform)
@@ -266,6 +268,7 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
         events = api.push(name, tag=tag, stream=True, decode=True)
         for event in refuse_error_events(events, doing=doing, name=ref):
             progress.add_event(event)
+            # Only one of the last events has the digest. Keep it when others follow.
             digest = _read_digest(event) or digest
     if not digest:
         raise ToolFailed(

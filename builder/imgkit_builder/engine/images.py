@@ -140,6 +140,7 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
 
     `name` is the name that the user has requested. If the image has several tags, this one comes first.
     """
+    # `ref` is the engine's own name for the image. The id is the same on every engine, and is found below.
     ref = str(data["Id"])
     platform = read_platform(data)
     config = data.get("Config") or {}
@@ -259,6 +260,8 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
         # An error means that the engine does not keep this platform. Then try the next one.
         with _ignore_errors():
             response = _inspect(engine, name, platform=_platform_json(candidate))
+            # Here, `Id` is the digest of the candidate's manifest. Save it before `Id` is replaced. A build
+            # must name the base by this digest, or the engine would use the platform that it prefers.
             if is_default_kept:
                 response["Manifest"] = response["Id"]
             response["Id"] = default_response["Id"]
@@ -285,7 +288,10 @@ def _list_local_platforms(engine: Engine, name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
-    """Add the parameters `query` to all requests in the block. The SDK does not support them (docker 7.2)."""
+    """Add the parameters `query` to all requests in the block. The SDK does not support them (docker 7.2).
+
+    The block must contain only the requests that these parameters are for.
+    """
     engine.api.params = dict(query)
     try:
         yield
@@ -323,6 +329,7 @@ def get_image(engine: Engine, name: str, platform: str) -> Iterator[Iterator[byt
     if engine.names_manifests and _has_api(engine, _SAVE_API):
         query["platform"] = _platform_json(platform)
     with engine.patient() as api:
+        # The request is sent inside this block. The response is read later, and needs no parameters.
         with _query(engine, query):
             chunks = api.get_image(name, CHUNK_BYTES)
         with contextlib.closing(chunks):
@@ -410,7 +417,8 @@ def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
 def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
     """Return the image id from the manifest in the stream of ``docker save``, or None if it is not found.
 
-    This is slow, so it is done only if containerd's store is not found. Reading stops at the manifest.
+    This is slow, so it is done only if containerd's store is not found. Reading stops at the manifest. A
+    damaged archive also gives None.
     """
     json_blobs = {}
     with translate_errors(f"save {ref}"), get_image(engine, ref, platform) as chunks:
@@ -424,6 +432,7 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
                 if not data.startswith(b"{"):
                     continue
                 blob_name = posixpath.basename(member.name)  # of "blobs/sha256/1a2b..."
+                # An index may come before or after the manifests in it, so search again after each blob.
                 json_blobs[f"sha256:{blob_name}"] = data
                 config_digest = _find_config(ref, platform, json_blobs.get)
                 if config_digest is not None:
@@ -509,7 +518,8 @@ class ImageFacts:
         }
         for name, value in sorted(image.labels.items()):
             rows[f"label {escape_controls(name)}"] = value
-        # Align the values in one column.
+        # Align the values in one column. Rows without a value, such as the base of an image that imgkit did
+        # not build, are left out.
         width = max(map(len, rows))
         lines = [f"{name:{width}}  {value}".rstrip() for name, value in rows.items() if value]
         if facts["standin"]:
