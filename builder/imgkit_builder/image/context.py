@@ -228,6 +228,8 @@ def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
     base_image = BaseImage(name=base, platform=context.manifest.platform)
     manifest = dataclasses.replace(context.manifest, base=_describe_base(recipe, base_image))
     dockerfile = render.render_dockerfile(recipe, base=base, platform=manifest.platform)
+    # The Dockerfile and the manifest are rendered again, with only the name of the base. `files_sha256` does
+    # not cover the ones in `context`, which contain what an engine knows about the base.
     texts = (context.files_sha256, dockerfile, manifests.to_json(manifest))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
@@ -241,11 +243,11 @@ def _describe_base(recipe: Recipe, base: BaseImage) -> BaseImage:
     """
     if recipe.lock is None:
         return base
-    lock = recipe.lock.base
+    locked_base = recipe.lock.base
     digest = ""
-    if lock.digest:
-        digest = lock.exact
-    return dataclasses.replace(base, digest=digest, id=lock.id or base.id)
+    if locked_base.digest:
+        digest = locked_base.exact
+    return dataclasses.replace(base, digest=digest, id=locked_base.id or base.id)
 
 
 def check_code(recipe: Recipe) -> None:
@@ -255,6 +257,7 @@ def check_code(recipe: Recipe) -> None:
     ------
     ToolMissing, UsageError : it cannot. The error is the one that `pack_context` would raise.
     """
+    # A recipe with a lock does not use uv.lock, because the lock already has the wheels.
     members.collect_code(_list_code(recipe), _list_secret_files(recipe))
     if recipe.image.uv and not recipe.lock:
         uv_export.export_uv_lock(recipe)
@@ -294,7 +297,8 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
 
     Raises
     ------
-    UsageError : as in `members.collect_code`.
+    UsageError : a source is missing or cannot be read, or contains something other than files, folders and
+        links within the source.
     """
     codes = tuple(_list_code(recipe))
     hidden = _list_secret_files(recipe)
@@ -428,6 +432,7 @@ def git_revision(folder: Path) -> str:
         changed = process.run([*git, "status", "--porcelain", "--", *sources.GIT_PATHS], check=False)
     except ToolMissing:
         return ""
+    # Warnings of git may surround the commit in the output.
     commit = re.search(r"^[0-9a-f]{40,64}$", rev_parse.output, re.MULTILINE)
     # A folder inside a repository may have no tracked files, for example a virtual environment. The commit
     # then says nothing about it.
@@ -498,6 +503,8 @@ def _list_kept_files(
 ) -> Iterator[TarMember]:
     """Yield a member in `folder` for each of `packages` that ``imgkit lock --keep-files`` has stored here.
 
+    The build downloads the other packages itself.
+
     Raises
     ------
     CheckFailed : a stored file has another digest than the lock.
@@ -525,6 +532,7 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
         program = importlib.resources.files(__package__).joinpath("inside_uv.py").read_bytes()
         yield members.memory_file(install.UV_JSON.context_path, uv_export.export_uv_lock(recipe))
         yield members.memory_file(install.UV_PROGRAM.context_path, program)
+    # A step has either a project or a requirements file, so it yields at most one member of this name.
     for index, step in enumerate(recipe.image.pip):
         member_name = install.requirements_file(index).context_path
         if step.project is not None:

@@ -146,6 +146,8 @@ def _install_locked(recipe: Recipe, number: int, command: str) -> tuple[str, lis
         files.append(UV_LINKS)
     command += f"{NEXT}    {locked_pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
     command += f"{NEXT}|| {{ echo {shlex.quote(_missing_wheel_advice(recipe))} >&2; exit 1; }}"
+    # The folder of wheels that are stored on this machine. It is copied into the image, and removed again
+    # after the installation.
     wheels = kept_wheels(recipe, number)
     if wheels is not None:
         files.append(wheels)
@@ -170,6 +172,7 @@ def _install_packages(step: PipStep, number: int, command: str) -> tuple[str, li
     Return the command, and the files of the build context that it needs.
     """
     files = []
+    # For a project, imgkit writes its dependencies to this file, too.
     if step.requirements is not None or step.project is not None:
         file = requirements_file(number)
         files.append(file)
@@ -355,6 +358,7 @@ def locked_pip_options(recipe: Recipe, number: int) -> str:
         options += f" --no-index{NEXT}    --find-links {UV_LINKS.path}"
     elif all(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         options += " --no-index"
+    # The folder of the stored wheels, if there are any.
     folder = kept_wheels(recipe, number)
     if folder is not None:
         options += f"{NEXT}    --find-links {folder.path}"
@@ -370,7 +374,7 @@ def render_requirements(recipe: Recipe, number: int) -> str:
     """Return the requirements file of pip step `number` for a build with a lock.
 
     It contains the options of the recipe's own requirements file, such as the index, and a line with a hash
-    for each wheel.
+    for each wheel. `number` is the index of the step in the recipe, or `UV_STEP` for the uv project.
     """
     lines = []
     if number != UV_STEP:
@@ -378,7 +382,8 @@ def render_requirements(recipe: Recipe, number: int) -> str:
         if file is not None:
             lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
-        # If the recipe names a wheel by its URL, no index may have the wheel, so pip needs the URL again.
+        # If the recipe names a wheel by its URL (`direct`), no index may have the wheel, so pip needs the URL
+        # again. Not for a file that is stored here, and not for uv: its URLs are in the page `UV_LINKS`.
         requirement = f"{wheel.name}=={wheel.version}"
         if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
             requirement = f"{wheel.name} @ {wheel.url}"

@@ -75,9 +75,9 @@ class PackedCode:
 
 
 def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
-    """Return the members for all `codes`, without the `hidden` files.
+    """Return the members (files and folders of the context's tar) for all `codes`, without `hidden` files.
 
-    The content of files is not read yet.
+    Their content is not read yet. The result also has the names that stay out for another reason.
 
     Raises
     ------
@@ -90,6 +90,7 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
     for code in codes:
         with explain_read_errors(code.source, code.where, "name another source"):
             status = code.source.stat()
+        # The folder itself is a member, too, so that it also exists if the source is empty.
         folder = empty_folder(code.context_folder)
         # A source can also be a single file. It is put into its folder of the context.
         if not stat.S_ISDIR(status.st_mode):
@@ -274,7 +275,10 @@ def _changed_size_error(file: Path, change: str) -> UsageError:
 
 
 def find_text(members: Iterable[TarMember], texts: Collection[bytes]) -> str | None:
-    """Return the name of the first member whose content contains one of `texts`, or None."""
+    """Return the name of the first member whose content contains one of `texts`, or None.
+
+    `texts` must not be empty.
+    """
     longest = max(len(text) for text in texts)
     for member in members:
         previous_end = b""

@@ -419,6 +419,7 @@ def _refuse_line_ends(recipe: Recipe) -> None:
     Commands may have several lines, because they are quoted.
     """
     for path, value in _list_texts(dataclasses.asdict(recipe.image), ("image",)):
+        # Remove line breaks that are allowed. The check below still finds \r and NUL.
         if path[-1] == "command":
             value = value.replace("\n", "")
         if re.search(r"[\n\r\0]", value):
@@ -518,7 +519,11 @@ def copy_folder(number: int) -> str:
 
 
 def _list_texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield every text and key in a nested value of a recipe, with its path: ``("image", "env", "A")``."""
+    """Yield every text and key in a nested value of a recipe, with its path: ``("image", "env", "A")``.
+
+    Values of other types, such as numbers, are skipped.
+    """
+    # A text is also a sequence, so it comes first.
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):
@@ -535,6 +540,7 @@ def _base(recipe: Recipe, override: str | None) -> Text:
 
     If the recipe has a lock, the base is the exact image of the lock, unless `override` names another one.
     """
+    # The origin appears in the comment above FROM, and in errors about it.
     where = recipe.where("image", "base")
     # The lock identifies the base exactly, so that a moved tag does not change the image.
     if recipe.lock and override in (None, recipe.lock.base.exact):
@@ -593,6 +599,7 @@ def _make_run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
         argv = (*install.secret_argv(recipe, command.secrets), *argv)
         shell_command = install.secret_prefix(recipe, command.secrets, "") + shell_command
         docker_command = shell_command
+        # The text no longer begins the command, so Docker cannot take it for its own syntax.
         needs_exec_form = has_lines
     if needs_exec_form:
         # The exec form of RUN, a JSON list, keeps the text unchanged, including its line breaks.
@@ -637,6 +644,7 @@ def _labels(recipe: Recipe) -> Block:
     description = " ".join(recipe.description.split())
     if description:
         labels["org.opencontainers.image.description"] = description
+    # The recipe may replace the labels above, but not those below: imgkit reads them itself.
     labels |= recipe.image.labels
     labels |= {
         "imgkit.recipe": recipe.name,

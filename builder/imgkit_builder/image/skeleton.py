@@ -104,7 +104,7 @@ def unfit_reason(project: Path) -> str:
 
 
 def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember, ...]:
-    """Select the files that pip needs to install an editable project.
+    """Select the files that pip needs to install an editable project, whose code each run mounts.
 
     `members` are all files and folders of the project. The result contains pyproject.toml, the files to which
     it refers, and the folders in which the build backend looks for packages. The content of top-level modules
@@ -126,6 +126,7 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
     # Add the folders that contain these files.
     for name in _collect_parents(skeleton) & members_by_name.keys():
         skeleton.setdefault(name, members_by_name[name])
+    # Keep the order of `members`, because the parents were added last.
     return tuple(skeleton[name] for name in members_by_name if name in skeleton)
 
 
@@ -147,7 +148,7 @@ class _Project:
 
     @classmethod
     def read(cls, folder: Path, names: Collection[str]) -> _Project:
-        """Read the files in `folder` that configure the build backend.
+        """Make an object from the files in `folder` that configure the build backend.
 
         `names` are the paths of all files and folders of the project, relative to `folder`.
         """
@@ -157,6 +158,7 @@ class _Project:
         module_name = canonical_name(str(_get_metadata(pyproject).get("name", ""))).replace("-", "_")
         python_files = [name for name in names if name.endswith(".py")]
         python_folders = _collect_parents(python_files)
+        # The module of the project has the name of the project, or a name in its configuration.
         modules = {module_name, *references}
         backend = _table(pyproject, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
@@ -180,7 +182,7 @@ class _Project:
             return True
         module = name.removesuffix("/__init__.py").removesuffix(".py")
         if module == name:
-            return False
+            return False  # not a Python file
         # The module may be in the project's folder, or in a subfolder such as `src`.
         _, _, module_in_folder = module.partition("/")
         return module in self.version_modules or module_in_folder in self.version_modules
@@ -197,6 +199,7 @@ class _Project:
         """Return whether the build backend may need the folder `name` to find the packages."""
         if name == ".":
             return True
+        # The configuration may name a folder by its path, or by the name of its package: "letters.model".
         if name in self.references or name.replace("/", ".") in self.references:
             return True
         top_folder, _, _ = name.partition("/")
@@ -264,7 +267,7 @@ def _read_text(path: Path) -> str:
 def _read_toml(project: Path) -> Mapping[str, Any]:
     """Return the content of pyproject.toml.
 
-    If the file is damaged, the result is empty. A check of the recipe reports that problem.
+    If the file is missing or damaged, the result is empty. A check of the recipe reports that problem.
     """
     try:
         content: Mapping[str, Any] = problems.parse_toml(_read_text(project / PYPROJECT))
@@ -355,6 +358,7 @@ def _is_declarative_node(node: ast.AST) -> bool:
     """Return whether a node in the syntax tree of a setup.py may be part of a plain call of ``setup``.
 
     Imports of setuptools, names such as ``find_packages``, and keywords that do not compile code are allowed.
+    Nodes of any other kind are allowed, because the names and keywords in them are nodes of their own.
     """
     if isinstance(node, ast.Import):
         return [item.name for item in node.names] == ["setuptools"]

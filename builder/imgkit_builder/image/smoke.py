@@ -40,10 +40,12 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
     report = inside.parse_probe(finished.output)
     if report is None:
         problem = _last_line(finished.output, f"exit code {finished.returncode}")
+        # Without a report there is nothing to compare, so this check is the only one.
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
         return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
     own_manifest, manifest_check = _check_manifest(report, manifest)
     provenance = manifest or own_manifest
+    # The versions in the base, with which those in the image are compared.
     probe = Probe(skipped="an image of others has no manifest, and its base is unknown")
     if provenance:
         probe = provenance.base.probe
@@ -138,6 +140,7 @@ def _check_torch(report: ImageReport, probe: Probe) -> Check:
     )
     problem = ""
     fact = report.torch
+    # The base was run, so its version is known.
     if not probe.skipped:
         problem = _describe_difference(report.torch, probe.torch)
     elif fact:

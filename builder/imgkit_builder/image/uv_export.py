@@ -108,8 +108,8 @@ def _read_uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
 def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> str:
     """Return the first requirement of the project that uv.lock does not meet, or an empty text.
 
-    For example, ``numpy>=2, and uv.lock has 1.26``. Requirements that cannot apply to an image, such as those
-    for Windows, are skipped.
+    For example, ``numpy>=2, and uv.lock has 1.26``, if pyproject.toml was changed after the lock was made.
+    Requirements that cannot apply to an image, such as those for Windows, are skipped.
 
     Parameters
     ----------
@@ -123,6 +123,7 @@ def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -
     # An override replaces the project's requirement for a package, so that requirement does not apply.
     overrides = _read_uv_settings(pyproject).get("override-dependencies", [])
     ignored = {requirement_name(requirement_text) for requirement_text in overrides}
+    # An extra may require other extras of the project itself, which is not in the exported lines.
     ignored.add(canonical_name(pyproject["project"]["name"]))
     environments = _list_environments(pyproject)
     for requirement_text in _list_requirements(pyproject, uv):
@@ -135,7 +136,7 @@ def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -
         if name not in locked_versions:
             return f"{requirement_text}, which uv.lock lacks"
         versions = locked_versions[name]
-        # A package from a URL has no version to compare.
+        # A package from a URL has no version to compare. A pre-release counts, because uv has chosen it.
         matching_versions = [*requirement.specifier.filter(versions, prereleases=True)]
         if versions and not matching_versions:
             return f"{requirement_text}, and uv.lock has {', '.join(versions)}"
@@ -167,7 +168,7 @@ def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str
     groups = {canonical_name(group) for group in uv.groups}
     for group, requirements in pyproject.get("dependency-groups", {}).items():
         if canonical_name(group) in groups:
-            # An item of a group that includes another group is a table and not a text.
+            # An item that includes another group is a table and not a text. It is skipped.
             yield from (item for item in requirements if isinstance(item, str))
 
 

@@ -58,6 +58,7 @@ def make_wheel() -> bytes:
         contents[f"{scripts}{command.name}"] = shim_text(command).encode()
     contents[f"{_DIST_INFO}/METADATA"] = _METADATA.encode()
     contents[f"{_DIST_INFO}/WHEEL"] = _WHEEL.encode()
+    # RECORD lists the digests of all other files, so it is made last.
     contents = dict(sorted(contents.items()))
     contents[f"{_DIST_INFO}/RECORD"] = _record(contents)
     buffer = io.BytesIO()
