@@ -103,6 +103,7 @@ class Base:
             if column.name == "tag":
                 continue
             yield column.name, getattr(self, column.name)
+            # The driver is a property and not a field, so it is added here.
             if column.name == "cuda":
                 driver = None
                 if self.driver:
@@ -122,6 +123,7 @@ def load_table() -> tuple[Base, ...]:
     try:
         data = problems.parse_toml(files.read_text(TABLE))
         for tag, row in data["bases"].items():
+            # `source` is a key in the table of sources. Each cell must have one.
             cells = {}
             for column, (value, source) in row.items():
                 cells[column] = Cell(value, data["sources"][source])
@@ -185,10 +187,10 @@ def newest_base(system: SystemFacts) -> Base | None:
 
     Return None if the driver of `system` is unknown, or if no image in the table supports it.
     """
-    branch = _driver_branch(system)
+    branch = _parse_driver_branch(system)
     if branch is None:
         return None
-    # CUDA 13 dropped GPUs before Turing, so these need an image with an older CUDA.
+    # CUDA 13 dropped GPUs before Turing (such as Volta), so these need an image with an older CUDA.
     has_old_gpus = _BEFORE_TURING.search(system.node.gpu_model)
     for base in reversed(_list_bases_for_driver(branch)):
         if base.cuda is None:
@@ -199,7 +201,7 @@ def newest_base(system: SystemFacts) -> Base | None:
     return None
 
 
-def _driver_branch(system: SystemFacts) -> int | None:
+def _parse_driver_branch(system: SystemFacts) -> int | None:
     """Return the branch of the nodes' driver, such as 550 for 550.54.15. If it is unknown, return None."""
     match = _DRIVER_BRANCH.match(system.node.driver)
     if match is None:
@@ -227,7 +229,7 @@ def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fa
     for key in ("base", "current_base"):
         reference = getattr(image, key)
         if not reference:
-            continue
+            continue  # `current_base` is optional
         for warning in _check_base(reference, image, system):
             yield ("image", key), warning
     yield from _find_known_issues(image, system)
@@ -375,7 +377,7 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     driver there. If the driver or CUDA is unknown, there is no warning, either.
     """
     base = ngc_image(reference)
-    branch = _driver_branch(system)
+    branch = _parse_driver_branch(system)
     if base is None or base.cuda is None or base.driver is None or branch is None:
         return
     if branch >= base.driver:

@@ -66,6 +66,7 @@ def _report_empty_values(tree: Table, problems: Collector) -> set[KeyPath]:
             message = f"{node.text} is read as no value"
             hint = f'quote it if it is text: "{node.text}"'
         problems.error(node.position, path, message, hint)
+    # The caller does not report these keys again when pydantic refuses their values.
     return paths
 
 
@@ -196,6 +197,7 @@ def _describe_wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
         if is_choice or mistake.expected == "text":
             message = f"must be text, but YAML reads {node.text} as {_describe_reading(node)}"
             return message, f'quote it: "{node.text}"'
+        # An integer that `to_data` has refused, such as 0644 or 1_000. YAML reads it as another number.
         if mistake.expected == "an integer" and node.type == "integer":
             return f"YAML reads {node.text} as {_describe_reading(node)}", "write plain decimal digits"
         if mistake.expected == "an integer":
@@ -231,7 +233,8 @@ def _describe_reading(node: Scalar) -> str:
         return describe_kind(node)
     text = str(value)
     if isinstance(value, bool):
-        text = text.lower()
+        text = text.lower()  # YAML writes true, and Python True
+    # A date looks the same to the author, whatever form Python gives it.
     if text == node.text or node.type == "date":
         return describe_kind(node)
     return f"the {node.type} {text}"
@@ -279,6 +282,7 @@ def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_own
     secret = secret_patterns.find_secret(node.text)
     if secret:
         hint = _PUBLIC_HINT
+        # A step can use a build secret instead, so its hint is another one.
         if path[:2] in (("image", "pip"), ("image", "run")):
             hint = named_files.IN_HISTORY
         problems.warn(node.position, path, f"this looks like {secret}", hint)

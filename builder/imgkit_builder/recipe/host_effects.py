@@ -67,6 +67,7 @@ def _find_option_effects(recipe: Recipe) -> Effects:
     Such an option can name a program or a folder of the machine.
     """
     queue = recipe.system.queue
+    # An option is harmless only if it is in the list. Any other one must be looked at by the user.
     for path, options in (
         (("runtime", "options"), recipe.system.runtime.options),
         (("queue", "options"), queue.options),

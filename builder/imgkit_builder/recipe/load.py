@@ -86,7 +86,7 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
         image=image,
         system=document.system,
         file=file,
-        sha256=_hash_content(file.stem, document, [digests[counted] for counted in counted_files]),
+        sha256=_hash_recipe(file.stem, document, [digests[counted] for counted in counted_files]),
         positions=positions,
         sources={**problems.digests, **digests},
         warnings=tuple(problems.warnings),
@@ -134,6 +134,7 @@ def _positions(tree: Table) -> Mapping[KeyPath, Position]:
     messages refer to the item of that list, so the item gets the position of the short form.
     """
     positions = {path: node.position for path, node in tree.walk()}
+    # `setdefault` keeps the position of a value in the long form.
     platform: KeyPath = ("image", "platform")
     constraints: KeyPath = ("image", "constraints")
     if platform in positions:
@@ -189,7 +190,8 @@ def _set_node(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
         if not isinstance(child, Table):
             child = _empty_table(node.position)
         node = _set_node(child, tuple(rest), node)
-    # An existing key keeps its position, because `table.keys` comes last.
+    # An existing key keeps its position, because `table.keys` comes last. So a message about the new value
+    # names the line of the old one.
     keys = {key: node.position, **table.keys}
     return Table(position=table.position, entries={**table.entries, key: node}, keys=keys)
 
@@ -205,6 +207,7 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
     UsageError : an item has no ``=``, or the recipe does not declare the argument.
     """
     declared: Mapping[str, YamlNode] = {}
+    # `tree` is not checked yet, so `image.args` may be missing or of another type.
     for _, args in tree.select("image", "args"):
         if isinstance(args, Table):
             declared = args.entries
@@ -270,7 +273,7 @@ def _list_project_files(image: Image) -> list[Path]:
     return [project / PYPROJECT for project in projects]
 
 
-def _hash_content(name: str, document: Document, file_digests: Sequence[str]) -> str:
+def _hash_recipe(name: str, document: Document, file_digests: Sequence[str]) -> str:
     """Return the sha256 of a recipe's name, its values, and the content of the files that it names.
 
     Parameters
@@ -437,9 +440,12 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     message = f"{name} has no recipe: the base is {base.reference}, the newest that its nodes run"
     hint = f"for another: `image: {{base: NAME:TAG}}` and `system: {name}` in a file"
     problems.warn(position, ("image", "base"), message, hint)
+    # A recipe in which only the base, the platform and the system are set. All have a position, because
+    # messages need one.
     tree = _empty_table(position)
     for key, text in (("base", base.reference), ("platform", bases.node_platform(facts))):
         tree = _set_node(tree, ("image", key), Scalar(position=position, text=text))
+    # Read the file again, as nodes with positions. `facts` are only the checked values.
     system = _read_system(file, (), problems).values
     if system is None:
         return tree

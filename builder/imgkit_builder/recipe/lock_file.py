@@ -290,6 +290,7 @@ def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> L
     UsageError : the lock has no part for this platform, or belongs to another recipe.
     """
     where = str(shorten_path(file))
+    # A lock is found by its file name, so it may be a renamed copy.
     if lock.recipe != recipe.name:
         message = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
         hint = f"rename or remove it, or: {lock_command(recipe)}; {_IGNORE_HINT}"
@@ -376,6 +377,7 @@ def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
     ValueError : a project's pyproject.toml is not TOML.
     """
     image = recipe.image
+    # The digest stands for the uv project. It is empty if the recipe has none.
     uv_sha256 = ""
     if image.uv:
         uv_sha256 = _hash_uv_project(image.uv)
@@ -411,6 +413,7 @@ def collect_pip_options(step: PipStep) -> tuple[str, ...]:
     """
     options = list(step.options)
     if step.requirements:
+        # A line that begins with "-" has options, possibly several. Any other line is a requirement.
         for line in requirements.read_requirements(step.requirements):
             if line.startswith("-"):
                 options += shlex.split(line)
@@ -453,6 +456,7 @@ def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None
     new : what the recipe requires now.
     locked : what the recipe required when the lock was made.
     """
+    # Report only the first change, in the order of a build. The user makes the lock again in any case.
     if new.base != locked.base:
         return Difference(("image", "base"), f"the base is {new.base}, and was {locked.base}")
     if new.apt != locked.apt:

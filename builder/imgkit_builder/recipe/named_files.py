@@ -206,7 +206,7 @@ def _check_project(folder: Path, named: NamedFile) -> None:
     than the base's is reported, too, because imgkit never replaces the base's torch.
     """
     if not (folder / requirements.PYPROJECT).is_file():
-        named.error(f"{folder.name} has no {requirements.PYPROJECT}", _pyproject_hint(folder))
+        named.error(f"{folder.name} has no {requirements.PYPROJECT}", _suggest_pyproject(folder))
         return
     try:
         dependencies = requirements.read_dependencies(folder)
@@ -224,7 +224,7 @@ def _check_project(folder: Path, named: NamedFile) -> None:
         _check_torch(dependency, named.ngc_base, named.node.position, named.path, named.problems)
 
 
-def _pyproject_hint(folder: Path) -> str:
+def _suggest_pyproject(folder: Path) -> str:
     """Return a hint for a project in `folder` that has no pyproject.toml."""
     if (folder / "setup.py").is_file():
         return 'add one next to setup.py: [build-system] with requires = ["setuptools"]'

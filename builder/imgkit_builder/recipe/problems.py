@@ -129,11 +129,11 @@ class Collector:
 
     def error(self, position: Position, path: KeyPath, message: str, hint: str = "") -> None:
         """Add a problem that makes the recipe unusable."""
-        self._add(self.errors, "it cannot be used", self._problem(position, path, message, hint))
+        self._add(self.errors, "it cannot be used", self._make_problem(position, path, message, hint))
 
     def warn(self, position: Position, path: KeyPath, message: str, hint: str = "") -> None:
         """Add a problem that the user should look at."""
-        self._add(self.warnings, "it has warnings", self._problem(position, path, message, hint))
+        self._add(self.warnings, "it has warnings", self._make_problem(position, path, message, hint))
 
     def may_show(self, file: Path) -> bool:
         """Return whether a message may quote lines of `file`, as described at `shows`."""
@@ -158,7 +158,7 @@ class Collector:
         if placeholder not in problems:
             problems.append(placeholder)
 
-    def _problem(self, position: Position, path: KeyPath, message: str, hint: str) -> Problem:
+    def _make_problem(self, position: Position, path: KeyPath, message: str, hint: str) -> Problem:
         """Return a problem. If the file has been read, the problem quotes the line at `position`."""
         source = ""
         lines = self.lines.get(position.file, [])
@@ -289,11 +289,11 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise NotToml("its brackets are nested too deeply", line=last_line, column=1) from None
     except ValueError as error:
-        raise _syntax_error(str(error), last_line) from error
+        raise _make_syntax_error(str(error), last_line) from error
     return values
 
 
-def _syntax_error(message: str, last_line: int) -> NotToml:
+def _make_syntax_error(message: str, last_line: int) -> NotToml:
     """Return the error for a `message` of tomllib, such as ``Invalid value (at line 3, column 7)``.
 
     The position is parsed from the message, because only Python 3.14 has attributes for it. `last_line` is

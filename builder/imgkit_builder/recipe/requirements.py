@@ -84,6 +84,7 @@ def read_dependencies(folder: Path) -> tuple[str, ...]:
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
     content = problems.parse_toml(text)
     project = content.get("project", {})
+    # None, which is no list, leads to the error below if `project` is not a table.
     dependencies = None
     if isinstance(project, dict):
         dependencies = project.get("dependencies", [])

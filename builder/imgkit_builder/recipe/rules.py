@@ -118,6 +118,7 @@ def _check_git_commit(url: str) -> Iterator[Fault]:
     """
     address, _, fragment = url.partition("#")
     host, _, path = address.removeprefix("https://").partition("/")
+    # The host has no "@" unless a user or token precedes it. The last "@" of the path precedes the commit.
     repository, _, commit = path.rpartition("@")
     if not address.startswith("https://") or re.search(r"\s", url):
         yield f"git+{url} is not a git repository by https", "write git+https://HOST/PATH@COMMIT"
@@ -231,6 +232,7 @@ def shell_command(text: str) -> Iterator[Fault]:
 
     Docker's classic builder does not support options of RUN.
     """
+    # YAML's "|" ends a text with a line break, which is no part of the command.
     yield from printable_text(text.rstrip("\n"), several_lines=True)
     if not text.strip():
         yield "is empty", "remove it"

@@ -142,6 +142,7 @@ def list_source(
     else:
         # git has already applied the patterns of the .gitignore files to this list.
         git_rules = (_GitList(names=_add_parent_folders(listed)),)
+    # The walker collects the results in its own lists.
     walker.add_folder(source, "", git_rules)
     return SourceListing(
         entries=tuple(walker.entries), left_out=tuple(walker.left_out), secret=tuple(walker.secret)
@@ -158,6 +159,7 @@ def _list_exceptions(patterns: Iterable[str]) -> tuple[str, ...]:
     for pattern in patterns:
         _, _, last_part = pattern.rstrip("/").rpartition("/")
         name = last_part.removeprefix("!")
+        # A name of wildcards only, such as "*", brings back nothing.
         if pattern.startswith("!") and name.strip("*?"):
             exception_names.append(name)
     return tuple(exception_names)
@@ -238,7 +240,7 @@ class _Walker:
         excluded_by_recipe = self.recipe_patterns.excludes(name)
         if excluded_by_recipe:
             return _Decision.HIDE
-        if excluded_by_recipe is None and _stays_out(entry, name, siblings, rules):
+        if excluded_by_recipe is None and _is_left_out(entry, name, siblings, rules):
             return _Decision.LEAVE_OUT
         # A file that looks like a secret goes into the image only if a pattern of the recipe names it, such
         # as "!keys/a.key".
@@ -287,7 +289,7 @@ def _find_last_decision(rules: _Rules, path: str) -> bool | None:
     return None
 
 
-def _stays_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> bool:
+def _is_left_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> bool:
     """Return whether `entry` stays out, either because of a pattern or because a program generated it.
 
     A pattern has priority. Only if no pattern matches, `entry` stays out if it is a cache or an output of
@@ -382,6 +384,7 @@ def _compile_patterns(lines: Sequence[str], where: str) -> GitIgnoreSpec:
     import pathspec
 
     for line in lines:
+        # A line that begins with "#" is a comment.
         if _count_stars(line) > _MOST_STARS and not line.startswith("#"):
             raise UsageError(
                 f"the pattern {line!r} has more than {_MOST_STARS} stars: matching it could take hours",
@@ -451,6 +454,7 @@ def _read_dockerignore(source: Path) -> _Patterns:
         negation = ""
         if pattern.startswith("!"):
             negation = "!"
+        # As in Docker, "./a/" and "a/../b" are simplified to "a" and "b".
         path = os.path.normpath(pattern.removeprefix("!").strip().lstrip("/"))
         anchored_patterns.append(f"{negation}/{path}")
     return _Patterns(spec=_compile_patterns(anchored_patterns, str(file)))

@@ -109,6 +109,7 @@ def _list_site_files() -> list[Path]:
     UsageError : the folder that `VARIABLE` names is missing, or the folder cannot be read.
     """
     folder = site_folder()
+    # Files of other kinds, such as notes, may be in the folder, too.
     try:
         return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
     except FileNotFoundError:

@@ -276,6 +276,7 @@ def _plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
     """
     plugins: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in _entries():
+        # A plug-in must not replace a part of imgkit. `refused_plugins` reports those that try.
         if entry.name not in SHIPPED and entry.name not in RESERVED:
             plugins[entry.name] = (*plugins.get(entry.name, ()), entry)
     return plugins

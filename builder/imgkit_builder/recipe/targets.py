@@ -208,6 +208,7 @@ def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) 
     For a default, file, line and column are None.
     """
     position = positions.get(path)
+    # Some keys are written in a short form in a recipe, so the table shows that form.
     return {
         "key": key_text(_SHORT_PATHS.get(path, path)),
         "value": value,
@@ -283,6 +284,7 @@ def describe_as_json(recipe: Recipe) -> str:
     ``values`` has a key, its value, and the file, line and column that set it.
     """
     image = dataclasses.asdict(recipe.image)
+    # A command that the author wrote as plain text is shown as plain text.
     image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]
     values = [
         *_list_values(("image",), recipe.image, recipe.positions),

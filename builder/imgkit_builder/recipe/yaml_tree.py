@@ -88,8 +88,9 @@ class YamlNode:
     def select(self, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
         """Yield the path and node of each value that matches `pattern`.
 
-        `ANY` in it matches any key or index.
+        `ANY` in it matches any key or index. The paths begin at this node.
         """
+        # The end of the pattern: this node itself matches, with the empty path.
         if not pattern:
             yield (), self
             return
@@ -312,6 +313,7 @@ def _report_tabs(position: Position, file: Path, problems: Collector) -> None:
     message = "a tab: YAML is indented with spaces only"
     hint = "replace it with spaces"
     problems.error(position, (), message, hint)
+    # PyYAML stops at the first tab. The others are reported, too, so that the author corrects all at once.
     for line_number, line in enumerate(problems.lines[file], start=1):
         tab = re.match("[ ]*\t", line)
         if tab and line_number > position.line:
