@@ -191,7 +191,7 @@ def _read_variables_tls() -> Tls | None:
     folder = os.environ.get("DOCKER_CERT_PATH")
     verify = bool(os.environ.get("DOCKER_TLS_VERIFY"))
     if not folder and not verify:
-        return None
+        return None  # no TLS at all, not only TLS without a check
     return _find_tls_files(Path(folder or _settings_folder()), verify=verify)
 
 
@@ -252,6 +252,7 @@ def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
         message = f"the Docker engine at {host} accepted the connection and did not answer"
         hint = "it may be stuck, see: journalctl -u docker -n 50; sudo systemctl restart docker"
         return ToolFailed(message, where=where, hint=hint)
+    # The SDK and requests use these words for an address that they cannot parse.
     if any(part in text for part in ("Invalid bind address", "Invalid host", "protocol", "Protocol")):
         hint = "write unix:///path/docker.sock, tcp://host:2375 or ssh://user@host"
         return UsageError(f"not an engine's address: {host!r}", where=where, hint=hint)
@@ -353,6 +354,7 @@ def _ssh_argv(host: str) -> list[str]:
         argv += ["-l", parts.username]
     if parts.port:
         argv += ["-p", str(parts.port)]
+    # -T: a terminal would change the bytes. --: a host that begins with "-" is not read as an option.
     return [*argv, "-T", "--", parts.hostname or "", "docker", "system", "dial-stdio"]
 
 
@@ -367,6 +369,7 @@ def open_ssh_socket(host: str, timeout_s: float | None) -> socket.socket:
     """
     process.require_program("ssh", "sudo apt-get install openssh-client")
     ours, theirs = socket.socketpair()
+    # ssh keeps its own copy of `theirs`. This process closes it, so that it notices when ssh ends.
     with theirs:
         # The process is not waited for, because ssh ends when the socket is closed.
         argv = [*_IGNORE_INTERRUPT, *_ssh_argv(host)]

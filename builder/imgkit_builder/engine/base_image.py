@@ -74,7 +74,7 @@ def resolve_base(
         _refuse_without_emulator(engine, target)
         image = _pull_base(engine, name, target, report, where=None if override else where)
     if image.platform != target:
-        raise _other_platform_error(engine, image, name, target, recipe)
+        raise _make_other_platform_error(engine, image, name, target, recipe)
     if STANDIN_LABEL in image.labels and override is None:
         raise UsageError(
             f"the base {name!r} is a stand-in without NVIDIA's software",
@@ -112,6 +112,7 @@ def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, wher
         hint = "without a network, use a local base: --base NAME (list them: docker images)"
         if error.hint:
             hint = f"{error.hint}\n{hint}"
+        # Keep the class of the error, because it determines the exit code of imgkit.
         raise type(error)(error.what, where=error.where or where, hint=hint) from error
 
 
@@ -120,7 +121,7 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
 
     Parameters
     ----------
-    requested : the value of ``--platform``. If it is set, it is the result.
+    requested : the value of ``--platform``. If it is set, it is the result, in its long form.
     host : the platform of the engine. If nothing is requested, it is the result if the recipe allows it.
         Otherwise the first platform of the recipe is used.
 
@@ -130,6 +131,7 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
     """
     platforms = recipe.image.platforms
     if requested is None:
+        # The platform of the engine needs no emulator.
         if host in platforms:
             return host
         return platforms[0]
@@ -143,7 +145,7 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
     return platform
 
 
-def _other_platform_error(
+def _make_other_platform_error(
     engine: Engine, image: ImageInfo, name: str, target: str, recipe: Recipe
 ) -> UsageError:
     """Return the error for a base `image` with the name `name` that is not for the platform `target`.

@@ -136,6 +136,7 @@ def step_processes() -> list[int]:
     This process has the number 1 in a PID namespace below the guard's namespace. If it is killed, the kernel
     ends all other processes of the container.
     """
+    # The number of nested PID namespaces that the guard itself is in.
     depth = len(namespace_pids("self"))
     pids = []
     for pid in descendants():
@@ -203,7 +204,9 @@ def remove_containers(containers: str, token: str) -> None:
             description = (folder / "userdata/buildah.json").read_text(errors="replace")
             if token not in description:
                 continue
+            # The folder of a container has the id of the container as its name.
             argv = ["podman", "--remote=false", "rm", "--force", folder.name]
+            # The standard streams of the guard may be closed by now.
             no_files = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
             pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=no_files)
             os.waitpid(pid, 0)

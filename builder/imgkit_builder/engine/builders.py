@@ -67,6 +67,7 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
     UsageError : the engine does not support the requested builder, or the builder does not support secrets.
     ToolMissing : the program of the builder is missing.
     """
+    # This also checks that the requested builder can be used.
     choice = _choose_without_secrets(facts, requested)
     # Only the classic builder lacks secrets, so any other choice is final.
     if not secrets_at or choice.name != "classic":

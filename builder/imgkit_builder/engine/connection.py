@@ -157,6 +157,7 @@ def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT
             f"the Python package docker cannot be imported: {error}", hint="pip install docker"
         ) from error
     engine = engine or address.find_endpoint()
+    # The client asks for the engine's version at once, so an engine that does not respond is noticed here.
     try:
         return Engine(make_client(engine, timeout_s=timeout_s), engine)
     except (docker.errors.DockerException, ValueError, OSError) as error:
@@ -187,7 +188,7 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
             if is_ssh:
                 # Ignore proxies that are set by variables such as HTTP_PROXY.
                 self.trust_env = False
-                self.mount(_SSH_URL, _ssh_adapter(engine.host))
+                self.mount(_SSH_URL, _make_ssh_adapter(engine.host))
 
         def version(self, api_version: bool = True) -> dict[str, Any]:
             # Keep the response, because Podman takes 0.2 to 0.9 s for each.
@@ -211,7 +212,7 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
     return EngineClient("auto")
 
 
-def _ssh_adapter(host: str) -> HTTPAdapter:
+def _make_ssh_adapter(host: str) -> HTTPAdapter:
     """Return an adapter that makes requests talk to an engine through the program ssh.
 
     Notes

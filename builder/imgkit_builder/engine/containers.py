@@ -218,6 +218,7 @@ def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdi
         argv += ["--ulimit", limit]
     if workdir:
         argv += ["--workdir", workdir]
+    # A terminal for bash. The container is removed when bash ends.
     argv += ["-it", "--rm"]
     if gpus:
         argv += ["--gpus", "all"]

@@ -83,18 +83,23 @@ class BuildFollower:
         self.add_text(str(event.get("stream") or ""))
 
     def add_text(self, text: str) -> None:
-        """Process a part of the output. It may begin and end in the middle of a line."""
+        """Process a part of the output. It may begin and end in the middle of a line.
+
+        An incomplete last line is stored until its end arrives, or until `_flush` is called.
+        """
         *lines, self._pending = (self._pending + text).split("\n")
         for line in lines:
             self._add_line(line)
 
     def exit_error(self, code: int) -> ImgkitError:
         """Return the error for a builder that ended with the exit code `code`."""
+        # Process the last line first, because it may be the error message.
         self._flush()
         return self._make_step_error(self._pop_error_message() or f"the builder ended with exit code {code}")
 
     def add_location(self, error: ImgkitError) -> ImgkitError:
         """Return `error` with the path of the log, and with the line of the recipe if it is known."""
+        # An error of `_make_step_error` already has the path of the log.
         hint = error.hint or ""
         if str(self.log_path) not in hint:
             hint = self._add_log_path(hint)
@@ -107,7 +112,7 @@ class BuildFollower:
         """
         doing = "build"
         if self._step:
-            doing = f"step {self._step}/{self._step_count} ({self._short_instruction()})"
+            doing = f"step {self._step}/{self._step_count} ({self._shorten_instruction()})"
         error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
         hint = error.hint
         output = "\n".join(process.last_lines("\n".join(self._step_output)))
@@ -148,6 +153,7 @@ class BuildFollower:
             self.container = running[1]
         elif text.startswith("Removing intermediate container "):
             self.container = ""
+        # Lines such as " ---> 1a2b3c" name layers, which does not explain an error.
         elif text.strip() and not text.startswith((" ---> ", "--> ")):
             self._step_output.append(text)
 
@@ -163,8 +169,9 @@ class BuildFollower:
         self._step_count = int(header["total"])
         self._instruction = header["instruction"]
         self.container = ""
-        self._step_output.clear()  # an error shows only the lines of its own step
-        self.report.stage(f"step {self._step}/{self._step_count}: {self._short_instruction()}")
+        # An error shows only the lines of its own step.
+        self._step_output.clear()
+        self.report.stage(f"step {self._step}/{self._step_count}: {self._shorten_instruction()}")
 
     def _flush(self) -> None:
         """Process an incomplete last line as if it were complete."""
@@ -172,7 +179,7 @@ class BuildFollower:
             self._add_line(self._pending)
             self._pending = ""
 
-    def _short_instruction(self) -> str:
+    def _shorten_instruction(self) -> str:
         """Return the instruction of the current step on one line, cut to `_STEP_WIDTH` characters."""
         text = " ".join(self._instruction.split())
         if len(text) <= _STEP_WIDTH:
@@ -183,7 +190,7 @@ class BuildFollower:
         """Return `hint` with the path of the log."""
         return f"{hint}\nfull log: {self.log_path}, with the Dockerfile in the same folder".strip()
 
-    def _line_of_step(self, *, only: Collection[str] = ()) -> int | None:
+    def _find_line_of_step(self, *, only: Collection[str] = ()) -> int | None:
         """Return the line of the Dockerfile at which the current step begins, or None if it is unknown.
 
         `only` lists the kinds of instructions that the builder counts as steps. If it is empty, all kinds
@@ -200,7 +207,7 @@ class BuildFollower:
         It is found through the line of the Dockerfile in the message, or else through the current step.
         """
         match = _PARSE_ERROR.search(message)
-        line = int(match[1]) if match else self._line_of_step()
+        line = int(match[1]) if match else self._find_line_of_step()
         if line is None:
             return None
         return find_origin(self._dockerfile, line) or f"Dockerfile:{line}"
@@ -246,8 +253,8 @@ class BuildKitFollower(BuildFollower):
     def _pop_error_message(self) -> str:
         return self._error
 
-    def _line_of_step(self, *, only: Collection[str] = _LAYER_INSTRUCTIONS) -> int | None:
-        return self._source_line or super()._line_of_step(only=only)
+    def _find_line_of_step(self, *, only: Collection[str] = _LAYER_INSTRUCTIONS) -> int | None:
+        return self._source_line or super()._find_line_of_step(only=only)
 
 
 def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ...]:

@@ -207,6 +207,7 @@ def store_files(
         chunks, _ = api.get_archive(container, path)
         stream = tar_read.TarStream(iter(chunks), name=f"{path} in {name}")
         for member in stream:
+            # Use only the last part of the name, so that a file cannot be written outside of `folder`.
             _, _, base_name = member.name.rpartition("/")
             if member.kind == REGULAR and is_wanted(base_name):
                 with (folder / base_name).open("xb") as target:

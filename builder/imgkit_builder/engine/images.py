@@ -243,7 +243,7 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     engine keeps the image for its preferred platform but the response is about another one, ``Manifest`` is
     added. It is the digest of the manifest for that platform.
     """
-    default_response = _inspect(engine, name)
+    default_response = _request_inspection(engine, name)
     if not can_choose_platform(engine) or not engine.names_manifests:
         return default_response
     # Without an architecture, the response is about a platform that the engine knows but does not keep.
@@ -258,8 +258,8 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
         if candidate == read_platform(default_response):
             return default_response
         # An error means that the engine does not keep this platform. Then try the next one.
-        with _ignore_errors():
-            response = _inspect(engine, name, platform=_platform_json(candidate))
+        with _suppress_api_errors():
+            response = _request_inspection(engine, name, platform=_platform_json(candidate))
             # Here, `Id` is the digest of the candidate's manifest. Save it before `Id` is replaced. A build
             # must name the base by this digest, or the engine would use the platform that it prefers.
             if is_default_kept:
@@ -269,7 +269,7 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     return default_response
 
 
-def _inspect(engine: Engine, name: str, **query: str) -> dict[str, Any]:
+def _request_inspection(engine: Engine, name: str, **query: str) -> dict[str, Any]:
     """Return the engine's response about the image `name`. `query` has further parameters of the request."""
     with _query(engine, query):
         data: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # not in the stubs
@@ -278,8 +278,8 @@ def _inspect(engine: Engine, name: str, **query: str) -> dict[str, Any]:
 
 def _list_local_platforms(engine: Engine, name: str) -> Iterator[str]:
     """Yield the platforms for which the engine keeps the image `name`."""
-    with _ignore_errors():
-        for manifest in _inspect(engine, name, manifests="1").get("Manifests") or ():
+    with _suppress_api_errors():
+        for manifest in _request_inspection(engine, name, manifests="1").get("Manifests") or ():
             platform = (manifest.get("ImageData") or {}).get("Platform")
             # An index also lists manifests whose layers were not pulled.
             if manifest.get("Available") and platform:
@@ -299,8 +299,11 @@ def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
         engine.api.params = {}
 
 
-def _ignore_errors() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that suppresses error responses of the engine, and then ends the block."""
+def _suppress_api_errors() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that suppresses error responses of the engine.
+
+    At such an error, the program continues after the block.
+    """
     import docker.errors
 
     return contextlib.suppress(docker.errors.APIError)
