@@ -100,6 +100,7 @@ class BuildContext:
             progress.add(chunk)
             digest.update(chunk)
             # Check before the last chunk is sent, because an engine does not build from an unfinished tar.
+            # `members.END`, a single object, is the last chunk of every tar.
             if chunk is members.END and digest.hexdigest() != self.sha256:
                 raise UsageError(
                     "files of image.copy changed while they were read",
@@ -314,6 +315,7 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
 
 def _list_code(recipe: Recipe) -> Iterator[Code]:
     """Yield the user's code that goes into the image: projects of pip steps, and copied folders."""
+    # The index in the folder's name keeps the files of two steps apart.
     for index, step in enumerate(recipe.image.pip):
         if step.project is not None:
             yield Code(
@@ -485,6 +487,7 @@ def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
 
     These are the requirements file, and wheels that are stored on this machine.
     """
+    # A step without a wheel in the lock is left out of the build, so it needs no files.
     wheels = install.locked_wheels(recipe, number)
     if not wheels:
         return
@@ -517,6 +520,7 @@ def _list_kept_files(
         with members.explain_read_errors(file, hint=hint), files.open_regular(file) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             sha256 = files.sha256(stream, 0, size_bytes)
+        # Without this check, the build would fail only after a long time, when it installs the package.
         if sha256 != package.sha256:
             raise CheckFailed(
                 f"its sha256 is {sha256}, and the lock has {package.sha256}",
@@ -584,8 +588,9 @@ class _ChunkReader(io.RawIOBase):
         while not self._rest:
             chunk = next(self._chunks, None)
             if chunk is None:
-                return 0
+                return 0  # the end of the stream
             self._rest = memoryview(chunk)
+        # Copy at most what is left of one chunk. The caller asks again if it needs more.
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]

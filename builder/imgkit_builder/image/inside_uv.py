@@ -105,6 +105,7 @@ def environment_errors(exported: dict[str, Any]) -> list[str]:
     environments = exported["environments"]
     if environments:
         markers = import_packaging("markers")
+        # Each marker is evaluated for this Python and this machine. One that is true is enough.
         if not any(markers.Marker(environment).evaluate() for environment in environments):
             errors.append(f"the project is only for: {' or '.join(environments)} (tool.uv.environments)")
     return errors

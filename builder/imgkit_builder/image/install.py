@@ -99,7 +99,9 @@ def constraint_step(recipe: Recipe) -> Step:
                 where=where,
                 hint="letters, digits, '.', '_' and '-', without a version, for example: drop: [flash-attn]",
             )
+    # In the names of distributions, "-", "_" and "." mean the same.
     names = "|".join(re.sub(r"[-_.]+", "[-_.]+", name) for name in constraints.drop)
+    # If the base has no constraint file, write an empty one, because pip fails if the file is missing.
     lines = (
         'if [ -n "${PIP_CONSTRAINT:-}" ]; then',
         f"    sed -E '/^({names})([^A-Za-z0-9._-]|$)/Id' \"$PIP_CONSTRAINT\" > {BASE_CONSTRAINT};",
@@ -119,6 +121,7 @@ def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
     number : the index of the pip step in the recipe, or `UV_STEP` for the uv project.
     pip : the command that runs pip. The build that makes a lock runs another program instead.
     """
+    # The uv project is installed by a step with default settings, which is not in the recipe's list.
     if number == UV_STEP:
         step = PipStep()
         where = recipe.where("image", "uv")
@@ -126,6 +129,7 @@ def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
         step = recipe.image.pip[number]
         where = recipe.where("image", "pip", number)
     command = _install_command(recipe, step, pip)
+    # A lock has priority, because it also lists the wheels of the uv project.
     if recipe.lock:
         command, files = _install_locked(recipe, number, command)
     elif number == UV_STEP:
@@ -161,8 +165,8 @@ def _install_uv(command: str) -> tuple[str, list[ContextFile]]:
     Return the command, and the files of the build context that it needs.
     """
     command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {requirements_file(UV_STEP).path}"
-    # This program selects the packages of uv.lock that fit the base, and writes them to a requirements file
-    # for pip.
+    # This program selects the packages of uv.lock that fit the base, and writes the requirements file and the
+    # constraints that pip then reads. So it runs first.
     return f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}", [UV_JSON, UV_PROGRAM]
 
 
@@ -209,6 +213,7 @@ def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
     else:
         path = f"{INSIDE}/{context_path}"
         command += path
+        # A definition file removes the folder only once, after the last project.
         docker_command = f"{command}{NEXT}&& rm -rf {INSIDE}/project"
     return Step(
         origin=origin,

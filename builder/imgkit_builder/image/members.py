@@ -114,6 +114,7 @@ def _list_members(code: Code, entries: Iterable[sources.SourceEntry]) -> Iterato
     for item in entries:
         path = Path(item.entry.path)
         name = f"{code.context_folder}/{item.name}"
+        # A link to a folder is packed as a link, not as the folder.
         if item.entry.is_dir(follow_symlinks=False):
             yield empty_folder(name)
         elif item.entry.is_symlink():
@@ -190,13 +191,13 @@ def tar_size(members: Iterable[TarMember]) -> int:
     size_bytes = len(END)
     for member in members:
         padding_bytes = -member.size_bytes % tarfile.BLOCKSIZE
-        size_bytes += len(_header(member)) + member.size_bytes + padding_bytes
+        size_bytes += len(_make_header(member)) + member.size_bytes + padding_bytes
     return size_bytes
 
 
 def member_chunks(member: TarMember) -> Iterator[bytes]:
     """Yield the part of the tar that contains `member`: its header, its content and padding."""
-    yield _header(member)
+    yield _make_header(member)
     yield from _read_content(member)
     # The content of each member is padded to whole blocks.
     yield bytes(-member.size_bytes % tarfile.BLOCKSIZE)
@@ -229,7 +230,7 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
     return links
 
 
-def _header(member: TarMember) -> bytes:
+def _make_header(member: TarMember) -> bytes:
     """Return the tar header of `member`. It does not depend on the user or the time."""
     header = tarfile.TarInfo(member.name)
     header.type = member.kind
@@ -257,16 +258,16 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
             # Request one byte more than expected. If the read returns it, the file has grown.
             chunk = stream.read(min(files.CHUNK_BYTES, unread_bytes + 1))
             if len(chunk) > unread_bytes:
-                raise _changed_size_error(member.source, "grew")
+                raise _make_size_error(member.source, "grew")
             if not chunk:
                 break
             unread_bytes -= len(chunk)
             yield chunk
     if unread_bytes:
-        raise _changed_size_error(member.source, "shrank")
+        raise _make_size_error(member.source, "shrank")
 
 
-def _changed_size_error(file: Path, change: str) -> UsageError:
+def _make_size_error(file: Path, change: str) -> UsageError:
     """Return the error for a file whose size has changed. `change` is ``grew`` or ``shrank``."""
     return UsageError(
         f"{file} {change} while it was read",

@@ -110,14 +110,15 @@ def render_build_definition(
 
     Parameters
     ----------
-    base, platform : as in `render_dockerfile`.
+    base : the base image, if it differs from the base in the recipe.
+    platform : the platform, which appears only in a comment.
     bootstrap : the kind of source for the base. ``docker`` is a registry, ``localimage`` a file, and ``oci``
         a folder.
     source : the location of the base. By default it is the name of the base.
 
     Raises
     ------
-    UsageError : as in `render_definition`.
+    UsageError : a value cannot be written in a definition file, or the recipe uses build secrets.
     """
     layers = build_layers(recipe, base=base, platform=platform)
     if layers.uses_secrets:
@@ -154,6 +155,7 @@ def find_origin(text: str, line: int) -> str:
     ``mn5.yaml:12-14, mn5-llm.yaml:3``. For a step that imgkit adds itself, the result is ``imgkit: `` and the
     purpose of the step. For a line above all instructions, the result is empty.
     """
+    # The nearest such comment above the line belongs to its instruction.
     for earlier_line in reversed(text.split("\n")[:line]):
         match = TRACE.fullmatch(earlier_line)
         if match is not None:
@@ -175,6 +177,7 @@ def _fill_template(name: str, layers: Layers, **values: object) -> str:
         copy_arguments=_render_copy_arguments,
         copy_file=_render_copy,
     )
+    # Not `dataclasses.asdict`, which would also convert the objects in the fields, such as steps.
     fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(layers)}
     return jinja.get_template(name).render({**values, **fields}, trust=TRUST)
 
@@ -361,7 +364,9 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
 
     Parameters
     ----------
-    base, platform, base_user : as in `render_dockerfile`.
+    base : the base image, if it differs from the base in the recipe.
+    platform : the platform, which appears only in a comment.
+    base_user : the user of the base. Empty means root, or unknown.
 
     Raises
     ------

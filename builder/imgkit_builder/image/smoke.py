@@ -101,6 +101,7 @@ def _make_check(name: str, fact: str = "", *, problem: str = "", hint: str = "",
     hint : what the user can do about the problem.
     missing : why the check is skipped, such as ``the image has no torch``.
     """
+    # A problem has priority, so a caller can always pass the fact and the hint.
     if problem:
         return Check(name, "fail", problem, hint)
     return Check(name, "ok" if fact else "skip", fact or missing)
@@ -196,6 +197,7 @@ def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Man
         own_manifest = manifests.from_json(text)
     except UsageError as error:
         return None, _make_check("manifest", problem=error.what, hint=error.hint or _REBUILD_HINT)
+    # Equal manifests have equal text, so any other text means that the build did not write this file.
     problem = ""
     if expected is not None and text != manifests.to_json(expected):
         problem = f"it names recipe {own_manifest.recipe} {own_manifest.recipe_sha256[:12]}, not this build"

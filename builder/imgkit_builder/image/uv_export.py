@@ -71,7 +71,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         # torch.
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
         pyproject = _read_pyproject(uv.project)
-        outdated = _find_outdated(pyproject, requirements, uv)
+        outdated = _find_unmet_requirement(pyproject, requirements, uv)
         options = index_options(recipe)
     except ToolFailed as error:
         raise UsageError(f"its uv.lock cannot be used: {error.what}", where=where, hint=error.hint) from error
@@ -105,7 +105,7 @@ def _read_uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> str:
+def _find_unmet_requirement(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> str:
     """Return the first requirement of the project that uv.lock does not meet, or an empty text.
 
     For example, ``numpy>=2, and uv.lock has 1.26``, if pyproject.toml was changed after the lock was made.

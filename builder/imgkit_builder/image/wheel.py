@@ -77,6 +77,7 @@ def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
 
     The names begin with `PACKAGE`.
     """
+    # The installed package itself is the source, so the image gets the same version of it.
     root = Path(imgkit_entrypoints.__file__).parent
     contents = []
     for path in root.rglob("*"):
