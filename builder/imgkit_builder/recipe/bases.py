@@ -121,12 +121,12 @@ def load_table() -> tuple[Base, ...]:
     """
     bases = []
     try:
-        data = problems.parse_toml(files.read_text(TABLE))
-        for tag, row in data["bases"].items():
+        table_data = problems.parse_toml(files.read_text(TABLE))
+        for tag, row in table_data["bases"].items():
             # `source` is a key in the table of sources. Each cell must have one.
             cells = {}
             for column, (value, source) in row.items():
-                cells[column] = Cell(value, data["sources"][source])
+                cells[column] = Cell(value, table_data["sources"][source])
             bases.append(Base(tag=tag, **cells))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"the table of bases is damaged: {error!r}"
@@ -376,11 +376,11 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     Data-centre GPUs cause no warning, because the base's cuda-compat package runs a newer CUDA with an older
     driver there. If the driver or CUDA is unknown, there is no warning, either.
     """
-    base = ngc_image(reference)
+    ngc_base = ngc_image(reference)
     branch = _parse_driver_branch(system)
-    if base is None or base.cuda is None or base.driver is None or branch is None:
+    if ngc_base is None or ngc_base.cuda is None or ngc_base.driver is None or branch is None:
         return
-    if branch >= base.driver:
+    if branch >= ngc_base.driver:
         return
     is_data_centre = cuda_drivers.is_data_centre_gpu(system.node.gpu_model)
     if is_data_centre and system.runtime.cuda_compat != "none":
@@ -390,7 +390,7 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     if older_bases:
         remedy = f"choose {older_bases[-1].reference} or an older one"
     yield (
-        f"CUDA {base.cuda.value} of {reference} needs driver {base.driver} or newer, "
+        f"CUDA {ngc_base.cuda.value} of {reference} needs driver {ngc_base.driver} or newer, "
         f"and system.node.driver is {system.node.driver}",
         f"{remedy}; on data-centre GPUs (system.node.gpu_model), the base's cuda-compat package is used "
         "unless system.runtime.cuda_compat is none",

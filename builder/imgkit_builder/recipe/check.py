@@ -228,16 +228,16 @@ def _describe_reading(node: Scalar) -> str:
     import yaml
 
     try:
-        value = yaml.safe_load(node.text)
+        read_value = yaml.safe_load(node.text)
     except (yaml.YAMLError, ValueError, OverflowError):
         return describe_kind(node)
-    text = str(value)
-    if isinstance(value, bool):
-        text = text.lower()  # YAML writes true, and Python True
+    value_text = str(read_value)
+    if isinstance(read_value, bool):
+        value_text = value_text.lower()  # YAML writes true, and Python True
     # A date looks the same to the author, whatever form Python gives it.
-    if text == node.text or node.type == "date":
+    if value_text == node.text or node.type == "date":
         return describe_kind(node)
-    return f"the {node.type} {text}"
+    return f"the {node.type} {value_text}"
 
 
 # ---- warnings about texts
@@ -294,7 +294,7 @@ def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_own
 
 
 def _select_tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
-    """Yield the path and node of each mapping that matches `pattern`, as in `YamlNode.select`.
+    """Yield the path and node of each mapping whose path matches `pattern`. `ANY` matches any key or index.
 
     A value that should be a mapping but is not is skipped, because it has been reported already.
     """

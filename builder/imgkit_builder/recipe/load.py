@@ -246,10 +246,12 @@ def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Positi
         return tuple(_make_absolute(item, (*path, index), positions) for index, item in enumerate(value))
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    changes = {}
+    absolute_fields = {}
     for field in dataclasses.fields(value):
-        changes[field.name] = _make_absolute(getattr(value, field.name), (*path, field.name), positions)
-    return dataclasses.replace(value, **changes)
+        absolute_fields[field.name] = _make_absolute(
+            getattr(value, field.name), (*path, field.name), positions
+        )
+    return dataclasses.replace(value, **absolute_fields)
 
 
 def _list_counted_files(image: Image) -> list[Path]:

@@ -80,19 +80,19 @@ def _render_table(table: Any, path: str) -> str:
     values = ""
     tables = ""
     for field in dataclasses.fields(table):
-        value = getattr(table, field.name)
+        field_value = getattr(table, field.name)
         key = f"{path}.{field.name}".removeprefix(".")
-        if dataclasses.is_dataclass(value):
-            content = _render_table(value, key)
+        if dataclasses.is_dataclass(field_value):
+            content = _render_table(field_value, key)
             if content:  # a table without values would add nothing
                 tables += _render_heading(f"[{key}]", content)
-        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            for item in value:
+        elif isinstance(field_value, tuple) and field_value and dataclasses.is_dataclass(field_value[0]):
+            for item in field_value:
                 # Write an item even if all its values are defaults, since the number of items matters.
                 tables += _render_heading(f"[[{key}]]", _render_table(item, key))
         # The schema is always written. A reader needs it to know how to read the other keys.
-        elif field.name == "schema" or value != field.default:
-            values += f"{field.name} = {_render_value(value)}\n"
+        elif field.name == "schema" or field_value != field.default:
+            values += f"{field.name} = {_render_value(field_value)}\n"
     return values + tables
 
 
@@ -109,10 +109,10 @@ def _render_heading(heading: str, content: str) -> str:
 def _render_value(value: str | bool | int | tuple[str, ...]) -> str:
     """Return `value` as TOML. A list of several items has one item per line."""
     if isinstance(value, tuple):
-        items = [_render_value(item) for item in value]
-        if len(items) < 2:
-            return f"[{', '.join(items)}]"
-        return "[\n    " + ",\n    ".join(items) + ",\n]"
+        item_texts = [_render_value(item) for item in value]
+        if len(item_texts) < 2:
+            return f"[{', '.join(item_texts)}]"
+        return "[\n    " + ",\n    ".join(item_texts) + ",\n]"
     if isinstance(value, str):
         # A TOML string is written like a JSON string, except that TOML also requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -149,8 +149,8 @@ def parse_lock(content: str, file: Path) -> Lock:
     lock, mistakes = _validate_lock(values)
     for mistake in mistakes:
         message = mistake.message.replace("a mapping", "a table")  # the word of TOML
-        text = f"{key_text(mistake.path)}: {message}{_describe_package(mistake.path, values)}"
-        problems.error(Position(file=file, line=0, column=0), (), text, mistake.hint or LOCK_HINT)
+        message_with_key = f"{key_text(mistake.path)}: {message}{_describe_package(mistake.path, values)}"
+        problems.error(Position(file=file, line=0, column=0), (), message_with_key, mistake.hint or LOCK_HINT)
     if lock is None or mistakes:
         raise RecipeErrors(problems.errors, of=file.name)
     return lock

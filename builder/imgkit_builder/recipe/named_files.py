@@ -75,17 +75,17 @@ def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
 
     The file must exist in the folder of the recipe. It may be a folder only if `folder_allowed` is true.
     """
-    text = named.node.text
+    stated_path = named.node.text
     folder = named.node.position.file.resolve().parent
     try:
-        fault = _find_fault(text, folder, folder_allowed=folder_allowed)
+        fault = _find_fault(stated_path, folder, folder_allowed=folder_allowed)
     except (OSError, ValueError, RuntimeError) as error:
         # RuntimeError: symbolic links that form a circle, before Python 3.13
-        fault = f"{text!r} cannot be checked: {error}", "name a file in the recipe's folder"
+        fault = f"{stated_path!r} cannot be checked: {error}", "name a file in the recipe's folder"
     if fault is not None:
         named.error(*fault)
         return None
-    return (folder / text).resolve()
+    return (folder / stated_path).resolve()
 
 
 def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | None:
@@ -171,30 +171,30 @@ def _check_requirements(file: Path, named: NamedFile) -> None:
     # Problems quote the lines of this file.
     problems.lines[file] = lines
     for line_number, line in enumerate(lines, start=1):
-        text = line.strip()
-        line_start = Position(file=file, line=line_number, column=1)
+        stripped_line = line.strip()
+        line_position = Position(file=file, line=line_number, column=1)
         if requirements.names_other_file(line):
-            text_start = Position(file=file, line=line_number, column=line.index(text) + 1)
-            message = f"{text!r} names a file that is not in the image"
-            problems.error(text_start, named.path, message, "write its lines here")
-        _check_torch(text, named.ngc_base, line_start, named.path, problems)
-        secret = secret_patterns.find_secret(text)
+            text_position = Position(file=file, line=line_number, column=line.index(stripped_line) + 1)
+            message = f"{stripped_line!r} names a file that is not in the image"
+            problems.error(text_position, named.path, message, "write its lines here")
+        _check_torch(stripped_line, named.ngc_base, line_position, named.path, problems)
+        secret = secret_patterns.find_secret(stripped_line)
         if secret:
-            problems.warn(line_start, named.path, f"this looks like {secret}", IN_HISTORY)
+            problems.warn(line_position, named.path, f"this looks like {secret}", IN_HISTORY)
 
 
 def _check_certificate(file: Path, named: NamedFile) -> None:
     """Report a file that is not a certificate in PEM form, or that contains a private key."""
     try:
-        data = files.read_bytes(file)
+        certificate = files.read_bytes(file)
     except OSError as error:
         named.error(f"{file.name} cannot be read: {error.strerror}")
         return
     # A .pem file often contains both a certificate and its key. The key must not get into the image.
-    if b"PRIVATE KEY-----" in data:
+    if b"PRIVATE KEY-----" in certificate:
         hint = f"keep only the certificate: openssl x509 -in {file.name} -out certificate.crt"
         named.error(f"{file.name} holds a private key, which would be in the image", hint)
-    elif b"-----BEGIN CERTIFICATE-----" not in data:
+    elif b"-----BEGIN CERTIFICATE-----" not in certificate:
         hint = f"if it is DER, convert it: openssl x509 -inform der -in {file.name} -out certificate.crt"
         named.error(f"{file.name} is not a certificate in PEM form", hint)
 

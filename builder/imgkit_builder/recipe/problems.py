@@ -189,12 +189,12 @@ def stated_at(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) 
     If no file sets such a key, return the name of `file`.
     """
     position = nearest_position(positions, path)
-    text = file.name
+    label = file.name
     if position:
-        text = f"{file_label(position.file)}:{position.line}"
+        label = f"{file_label(position.file)}:{position.line}"
     # The result is also written into comments of rendered files. A line break in a file's name would end the
     # comment.
-    return terminal.escape_controls(text)
+    return terminal.escape_controls(label)
 
 
 def file_label(file: Path) -> str:
@@ -210,13 +210,13 @@ def file_label(file: Path) -> str:
 
 def key_text(path: KeyPath) -> str:
     """Return a key path in dotted form, such as ``image.pip[0].packages[2]``."""
-    text = ""
+    dotted_key = ""
     for key in path:
         if isinstance(key, int):
-            text += f"[{key}]"
+            dotted_key += f"[{key}]"
         else:
-            text += f".{key}"
-    return text.removeprefix(".")
+            dotted_key += f".{key}"
+    return dotted_key.removeprefix(".")
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str:

@@ -62,9 +62,9 @@ def read_requirements(file: Path) -> tuple[str, ...]:
     ------
     OSError : the file cannot be read.
     """
-    text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
+    joined_text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
     lines = []
-    for line in text.splitlines():
+    for line in joined_text.splitlines():
         requirement = re.sub(r"(^|\s)#.*", "", line).strip()
         if requirement:
             lines.append(requirement)

@@ -258,10 +258,10 @@ class _Walker:
 
 def describe_left_out(names: Sequence[str]) -> str:
     """Return the names that `list_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
-    text = ", ".join(names[:5])
+    shown_names = ", ".join(names[:5])
     if len(names) > 5:
-        text += f" and {len(names) - 5} more"
-    return f"{text} (git, Docker or imgkit ignores it)"
+        shown_names += f" and {len(names) - 5} more"
+    return f"{shown_names} (git, Docker or imgkit ignores it)"
 
 
 def _add_parent_folders(paths: Iterable[str]) -> frozenset[str]:

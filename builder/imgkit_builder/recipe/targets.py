@@ -249,24 +249,24 @@ def format_table(text: str) -> list[str]:
 
     `text` is the result of `describe_as_json`.
     """
-    recipe = json_text.parse(text)
-    title = recipe["name"]
-    if recipe["description"]:
-        title += f": {recipe['description']}"
-    rows = recipe["values"]
+    recipe_data = json_text.parse(text)
+    title = recipe_data["name"]
+    if recipe_data["description"]:
+        title += f": {recipe_data['description']}"
+    rows = recipe_data["values"]
     value_texts = []
     # A text from a recipe may contain control characters, which must not reach the terminal.
     for row in rows:
-        value = "-"
+        value_text = "-"
         if row["value"] not in (None, ""):
-            value = terminal.escape_controls(str(row["value"]))
-        value_texts.append(value)
+            value_text = terminal.escape_controls(str(row["value"]))
+        value_texts.append(value_text)
     # A few very long values must not widen the whole table.
     key_width = max(len(row["key"]) for row in rows)
     value_width = min(max(map(len, value_texts)), _WIDEST_VALUE)
-    lines = [title, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
-    for row, value in zip(rows, value_texts, strict=True):
-        lines.append(f"{row['key']:{key_width}}  {value:{value_width}}  {_describe_source(row)}")
+    lines = [title, f"file    {recipe_data['file']}", f"sha256  {recipe_data['sha256']}", ""]
+    for row, value_text in zip(rows, value_texts, strict=True):
+        lines.append(f"{row['key']:{key_width}}  {value_text:{value_width}}  {_describe_source(row)}")
     return lines
 
 

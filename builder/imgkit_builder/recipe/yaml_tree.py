@@ -261,18 +261,20 @@ def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
     problems : receives the problem, and the digest of the file.
     """
     try:
-        data = files.read_bytes(file, most_bytes=MAX_BYTES)
+        content = files.read_bytes(file, most_bytes=MAX_BYTES)
     except (OSError, ValueError) as error:
         problems.error(start, (), f"cannot be read: {error_reason(error)}")
         return None
     # A loaded recipe records the digest of every file that it was read from.
-    problems.digests[file] = hashlib.sha256(data).hexdigest()
+    problems.digests[file] = hashlib.sha256(content).hexdigest()
     try:
-        return data.decode("utf-8-sig")  # some editors on Windows begin a file with a byte order mark
+        return content.decode("utf-8-sig")  # some editors on Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
-        position = _end_position(file, data[: error.start].decode("utf-8", "replace"))
-        problems.lines[file] = data.decode("utf-8", "replace").split("\n")
-        problems.error(position, (), f"not UTF-8: byte 0x{data[error.start]:02x}", "save the file as UTF-8")
+        position = _end_position(file, content[: error.start].decode("utf-8", "replace"))
+        problems.lines[file] = content.decode("utf-8", "replace").split("\n")
+        problems.error(
+            position, (), f"not UTF-8: byte 0x{content[error.start]:02x}", "save the file as UTF-8"
+        )
         return None
 
 
