@@ -216,16 +216,16 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
     versions = inside.parse_probe(finished.output)
     if versions is None:
         return Probe(skipped=_explain_probe_failure(engine, base, finished.returncode, finished.output))
-    result = Probe(
+    measured = Probe(
         python=versions.python,
         torch=versions.torch,
         cuda=versions.cuda,
         nccl=versions.nccl,
         pip_conflicts=versions.pip_conflicts or (),
     )
-    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(result)}, indent=2)
-    files.write_cache(path, text + "\n")
-    return result
+    cache_text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(measured)}, indent=2)
+    files.write_cache(path, cache_text + "\n")
+    return measured
 
 
 def _read_cached_probe(path: Path) -> Probe | None:

@@ -175,12 +175,12 @@ def descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            text = path.read_text(errors="replace")
+            stat_line = path.read_text(errors="replace")
         except OSError:
             continue
         # The line is "PID (NAME) STATE PARENT ...". The name may contain parentheses and blanks, so split the
         # line at its last parenthesis.
-        _, _, fields = text.rpartition(")")
+        _, _, fields = stat_line.rpartition(")")
         _, parent, *_ = fields.split()
         children.setdefault(int(parent), []).append(int(path.parent.name))
     pids = []

@@ -172,10 +172,10 @@ def buildx_version() -> str:
     """Return the version of ``docker buildx``, or an empty text if it is not installed."""
     if shutil.which("docker") is None:
         return ""
-    result = process.run(["docker", "buildx", "version"], check=False)
-    if result.returncode:
+    finished = process.run(["docker", "buildx", "version"], check=False)
+    if finished.returncode:
         return ""
-    match = re.match(r"\S+ v?(\S+)", result.output)  # "github.com/docker/buildx v0.29.1 COMMIT"
+    match = re.match(r"\S+ v?(\S+)", finished.output)  # "github.com/docker/buildx v0.29.1 COMMIT"
     if match is None:
         return "unknown"
     return match[1]
@@ -214,10 +214,10 @@ def _find_podman_containers(facts: EngineFacts) -> Path:
     layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
     # The program and the service may run as different users or with different configurations. Then each has
     # its own images.
-    result = process.run([*PODMAN, "info", "--format", layout], env=local_podman_env(), check=False)
-    match = re.search(r"^store=(?P<root>.+) driver=(?P<driver>\S+)\.$", result.output, re.MULTILINE)
+    finished = process.run([*PODMAN, "info", "--format", layout], env=local_podman_env(), check=False)
+    match = re.search(r"^store=(?P<root>.+) driver=(?P<driver>\S+)\.$", finished.output, re.MULTILINE)
     if match is None:
-        problem = result.tail().strip()[-200:]
+        problem = finished.tail().strip()[-200:]
         raise ToolMissing(f"podman info fails: {problem}", hint=f"podman info; {use_classic}")
     root = Path(match["root"])
     if root.resolve() != Path(facts.root).resolve():

@@ -181,10 +181,10 @@ class BuildFollower:
 
     def _shorten_instruction(self) -> str:
         """Return the instruction of the current step on one line, cut to `_STEP_WIDTH` characters."""
-        text = " ".join(self._instruction.split())
-        if len(text) <= _STEP_WIDTH:
-            return text
-        return text[: _STEP_WIDTH - 3] + "..."
+        one_line = " ".join(self._instruction.split())
+        if len(one_line) <= _STEP_WIDTH:
+            return one_line
+        return one_line[: _STEP_WIDTH - 3] + "..."
 
     def _add_log_path(self, hint: str) -> str:
         """Return `hint` with the path of the log."""

@@ -430,13 +430,13 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
             for member in stream:
                 if member.kind != REGULAR or member.size_bytes > read.MAX_JSON_BYTES:
                     continue
-                data = b"".join(stream.body())
+                blob = b"".join(stream.body())
                 # Only a JSON object can be the manifest or an index.
-                if not data.startswith(b"{"):
+                if not blob.startswith(b"{"):
                     continue
                 blob_name = posixpath.basename(member.name)  # of "blobs/sha256/1a2b..."
                 # An index may come before or after the manifests in it, so search again after each blob.
-                json_blobs[f"sha256:{blob_name}"] = data
+                json_blobs[f"sha256:{blob_name}"] = blob
                 config_digest = _find_config(ref, platform, json_blobs.get)
                 if config_digest is not None:
                     return config_digest
