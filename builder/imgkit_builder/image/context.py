@@ -449,9 +449,9 @@ def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
     """Yield the files for the steps that install packages: certificates, requirements and locked packages."""
     for index, file in enumerate(recipe.image.ca):
         with members.explain_read_errors(file, recipe.where("image", "ca", index), "name another file"):
-            data = files.read_bytes(file)
+            certificate = files.read_bytes(file)
         # The certificates are later joined to one file, so each must end with a line break.
-        yield members.memory_file(render.certificate_file(index), data.rstrip() + b"\n")
+        yield members.memory_file(render.certificate_file(index), certificate.rstrip() + b"\n")
     if recipe.image.used_secrets:
         yield _read_template(install.WITH_SECRETS, "with-secrets.sh")
     if recipe.lock:
@@ -561,8 +561,8 @@ def _read_requirements(file: Path, where: str) -> bytes:
         image.
     """
     with members.explain_read_errors(file, where, "name another file"):
-        data = files.read_bytes(file)
-    for line_number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+        content = files.read_bytes(file)
+    for line_number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
         # The check of the recipe has already refused such lines, but the file may have changed since then.
         if requirements.names_other_file(line):
             raise UsageError(
@@ -570,7 +570,7 @@ def _read_requirements(file: Path, where: str) -> bytes:
                 where=f"{file}:{line_number}",
                 hint="copy its lines here; install your own code with pip: [{project: FOLDER}]",
             )
-    return data
+    return content
 
 
 class _ChunkReader(io.RawIOBase):

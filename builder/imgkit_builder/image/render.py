@@ -435,8 +435,8 @@ def _refuse_line_ends(recipe: Recipe) -> None:
 
 def _list_apt_steps(recipe: Recipe) -> tuple[Step, ...]:
     """Return the step that installs Debian packages, or an empty tuple if there are no packages."""
-    packages = recipe.lock.apt if recipe.lock else recipe.image.apt
-    if not packages:
+    apt_packages = recipe.lock.apt if recipe.lock else recipe.image.apt
+    if not apt_packages:
         return ()
     return (install.apt_step(recipe, _format_origins(recipe, "apt", range(len(recipe.image.apt)))),)
 
@@ -588,18 +588,18 @@ def _make_run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
 
     `number` is the index of the command in the recipe.
     """
-    text = command.command.strip()
-    has_lines = "\n" in text
+    user_command = command.command.strip()
+    has_lines = "\n" in user_command
     if has_lines:
         # With -e, the first line that fails ends the step. Without it, the shell would continue with the next
         # line.
-        argv: tuple[str, ...] = ("/bin/sh", "-ec", text)
-        shell_command = f"sh -ec {_quote_on_one_line(text)}"
+        argv: tuple[str, ...] = ("/bin/sh", "-ec", user_command)
+        shell_command = f"sh -ec {_quote_on_one_line(user_command)}"
     else:
-        argv = ("/bin/sh", "-c", text)
-        shell_command = f"sh -c {shlex.quote(text)}"
-    docker_command = text
-    needs_exec_form = has_lines or _is_docker_syntax(text)
+        argv = ("/bin/sh", "-c", user_command)
+        shell_command = f"sh -c {shlex.quote(user_command)}"
+    docker_command = user_command
+    needs_exec_form = has_lines or _is_docker_syntax(user_command)
     if command.secrets:
         argv = (*install.secret_argv(recipe, command.secrets), *argv)
         shell_command = install.secret_prefix(recipe, command.secrets, "") + shell_command

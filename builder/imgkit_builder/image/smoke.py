@@ -189,17 +189,17 @@ def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Man
     The manifest is None if it cannot be read. If `expected` is None, the check only requires that it can be
     read.
     """
-    text = report.files.get(MANIFEST_JSON)
-    if text is None:
+    manifest_text = report.files.get(MANIFEST_JSON)
+    if manifest_text is None:
         hint = f"imgkit did not build this image; {_REBUILD_HINT}"
         return None, _make_check("manifest", problem=f"no {MANIFEST_JSON}", hint=hint)
     try:
-        own_manifest = manifests.from_json(text)
+        own_manifest = manifests.from_json(manifest_text)
     except UsageError as error:
         return None, _make_check("manifest", problem=error.what, hint=error.hint or _REBUILD_HINT)
     # Equal manifests have equal text, so any other text means that the build did not write this file.
     problem = ""
-    if expected is not None and text != manifests.to_json(expected):
+    if expected is not None and manifest_text != manifests.to_json(expected):
         problem = f"it names recipe {own_manifest.recipe} {own_manifest.recipe_sha256[:12]}, not this build"
     hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
     return own_manifest, _make_check(
@@ -210,11 +210,11 @@ def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Man
 def _check_system(report: ImageReport) -> Check:
     """Check that the image contains a readable system.json, with the facts about its system."""
     path = str(system.SYSTEM_JSON)
-    text = report.files.get(path)
-    if text is None:
+    system_text = report.files.get(path)
+    if system_text is None:
         return _make_check("system", problem=f"no {path}", hint=_REBUILD_HINT)
     try:
-        facts = system.from_json(text)
+        facts = system.from_json(system_text)
     except (ValueError, TypeError, KeyError) as error:
         return _make_check("system", problem=f"{path} cannot be read: {error}", hint=_REBUILD_HINT)
     return _make_check("system", f"{facts.title or '(no title)'}, {facts.scheduler}")

@@ -95,8 +95,8 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     }
     # This JSON is copied into the image. The URL of a repository that a pip step builds may contain a
     # password.
-    text = _CREDENTIALS.sub("://", json.dumps(content, indent=1))
-    return f"{text}\n".encode()
+    json_without_credentials = _CREDENTIALS.sub("://", json.dumps(content, indent=1))
+    return f"{json_without_credentials}\n".encode()
 
 
 def _read_uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
