@@ -329,7 +329,7 @@ def _find_system_error(error: BaseException) -> OSError | None:
         if not isinstance(cause, BaseException) or cause in visited:
             continue
         visited.append(cause)
-        # The exceptions of requests are also OSErrors, but without an errno. They only wrap the one searched.
+        # The exceptions of requests are also OSErrors, but without an errno. They only wrap the cause.
         if isinstance(cause, OSError) and cause.errno is not None:
             return cause
         reason = getattr(cause, "reason", None)  # of urllib3

@@ -388,7 +388,7 @@ def render_requirements(recipe: Recipe, number: int) -> str:
             lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
         # If the recipe names a wheel by its URL (`direct`), no index may have the wheel, so pip needs the URL
-        # again. Not for a file that is stored here, and not for uv: its URLs are in the page `UV_LINKS`.
+        # again. A file that is stored here needs no URL. The URLs of uv's wheels are in the page `UV_LINKS`.
         requirement = f"{wheel.name}=={wheel.version}"
         if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
             requirement = f"{wheel.name} @ {wheel.url}"
