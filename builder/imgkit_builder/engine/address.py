@@ -94,7 +94,7 @@ def find_endpoint() -> Endpoint:
     return next(_find_listening(), default_endpoint)
 
 
-def _usual_sockets() -> dict[Path, str]:
+def _list_usual_sockets() -> dict[Path, str]:
     """Return the sockets at which engines usually listen, each with the command that starts that engine."""
     # After a login over ssh or with su, the variable may be missing although the folder exists.
     runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}")
@@ -120,12 +120,12 @@ def _usual_sockets() -> dict[Path, str]:
 
 def _find_listening() -> Iterator[Endpoint]:
     """Yield the address of each usual socket at which an engine listens."""
-    for path in _usual_sockets():
-        if _accepts(path):
+    for path in _list_usual_sockets():
+        if _accepts_connections(path):
             yield Endpoint(host=f"unix://{path}", tls=_read_variables_tls())
 
 
-def _accepts(path: Path) -> bool:
+def _accepts_connections(path: Path) -> bool:
     """Return whether an engine listens at the socket `path` and this user may use it.
 
     The existence of the file is not enough, because a stopped engine leaves its socket behind.
@@ -147,7 +147,7 @@ def _settings_folder() -> Path:
 
 
 def _read_context(name: str, source: str) -> Endpoint:
-    """Return the address of the engine in the Docker context `name`.
+    """Return the address of the engine in the Docker context `name`, a stored address with its certificates.
 
     `source` is the variable or file that selects the context, for messages.
 
@@ -157,8 +157,8 @@ def _read_context(name: str, source: str) -> Endpoint:
     """
     # The folder of a context is named after the sha256 of the context's name (docker/cli, cli/context/store).
     contexts = _settings_folder() / "contexts"
-    key = hashlib.sha256(name.encode()).hexdigest()
-    path = contexts / "meta" / key / "meta.json"
+    folder_name = hashlib.sha256(name.encode()).hexdigest()
+    path = contexts / "meta" / folder_name / "meta.json"
     try:
         engines = _read_json(path).get("Endpoints")
     except OSError as error:
@@ -177,7 +177,8 @@ def _read_context(name: str, source: str) -> Endpoint:
             where=str(path),
             hint=f"docker context inspect {name}",
         )
-    tls = _find_tls_files(contexts / "tls" / key / "docker", verify=not engine.get("SkipTLSVerify"))
+    tls = _find_tls_files(contexts / "tls" / folder_name / "docker", verify=not engine.get("SkipTLSVerify"))
+    # `SkipTLSVerify` alone also asks for TLS, without a check of the engine's certificate.
     has_tls = bool(tls.ca or tls.cert) or not tls.verify
     return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls if has_tls else None)
 
@@ -190,7 +191,7 @@ def _read_variables_tls() -> Tls | None:
     folder = os.environ.get("DOCKER_CERT_PATH")
     verify = bool(os.environ.get("DOCKER_TLS_VERIFY"))
     if not folder and not verify:
-        return None
+        return None  # no TLS at all, not only TLS without a check
     return _find_tls_files(Path(folder or _settings_folder()), verify=verify)
 
 
@@ -232,7 +233,7 @@ def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     if cause and cause.errno in (errno.EACCES, errno.EPERM):
         return _explain_denied_socket(host.removeprefix("unix://"))
     if cause and cause.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
-        return ToolMissing(f"no Docker engine answers at {host}", where=where, hint=_start_hint(engine))
+        return ToolMissing(f"no Docker engine answers at {host}", where=where, hint=_suggest_start(engine))
     if host.startswith("ssh://"):
         message = f"{host} cannot be reached over SSH: {str(error) or type(error).__name__}"
         return ToolFailed(message, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
@@ -251,13 +252,14 @@ def _explain_text(engine: Endpoint, text: str) -> ImgkitError:
         message = f"the Docker engine at {host} accepted the connection and did not answer"
         hint = "it may be stuck, see: journalctl -u docker -n 50; sudo systemctl restart docker"
         return ToolFailed(message, where=where, hint=hint)
+    # The SDK and requests use these words for an address that they cannot parse.
     if any(part in text for part in ("Invalid bind address", "Invalid host", "protocol", "Protocol")):
         hint = "write unix:///path/docker.sock, tcp://host:2375 or ssh://user@host"
         return UsageError(f"not an engine's address: {host!r}", where=where, hint=hint)
     if "NameResolutionError" in text or "Name or service not known" in text:
         hint = f"correct it, or {engine.leave_command}"
         return ToolMissing(f"unknown host in {host}", where=where, hint=hint)
-    return ToolFailed(f"no usable Docker engine at {host}: {text}", where=where, hint=_start_hint(engine))
+    return ToolFailed(f"no usable Docker engine at {host}: {text}", where=where, hint=_suggest_start(engine))
 
 
 def _explain_denied_socket(path: str) -> ToolMissing:
@@ -291,8 +293,9 @@ def _explain_tls_error(engine: Endpoint, error: ssl.SSLError) -> ToolFailed:
     return ToolFailed(message, where=engine.source or None, hint=hint)
 
 
-def _start_hint(engine: Endpoint) -> str:
+def _suggest_start(engine: Endpoint) -> str:
     """Return a hint for an engine that does not respond: how to start it, or how to use another engine."""
+    # A variable or a Docker context has selected this engine, so suggest to leave that choice.
     if engine.source:
         hint = f"start the engine there, or: {engine.leave_command}"
         for endpoint in _find_listening():
@@ -300,10 +303,10 @@ def _start_hint(engine: Endpoint) -> str:
                 return f"{hint}, which leads to {endpoint.host.removeprefix('unix://')}"
         return hint
     commands: list[str] = []
-    for path, command in _usual_sockets().items():
+    for path, command in _list_usual_sockets().items():
         # A stopped engine leaves its socket behind. So the socket tells which engine is installed on this
         # machine.
-        is_stopped = path.exists() and not _accepts(path)
+        is_stopped = path.exists() and not _accepts_connections(path)
         if is_stopped and command not in commands:
             commands.append(command)
     if commands:
@@ -326,7 +329,7 @@ def _find_system_error(error: BaseException) -> OSError | None:
         if not isinstance(cause, BaseException) or cause in visited:
             continue
         visited.append(cause)
-        # The exceptions of requests are also OSErrors, but without an errno.
+        # The exceptions of requests are also OSErrors, but without an errno. They only wrap the cause.
         if isinstance(cause, OSError) and cause.errno is not None:
             return cause
         reason = getattr(cause, "reason", None)  # of urllib3
@@ -351,6 +354,7 @@ def _ssh_argv(host: str) -> list[str]:
         argv += ["-l", parts.username]
     if parts.port:
         argv += ["-p", str(parts.port)]
+    # -T: a terminal would change the bytes. --: a host that begins with "-" is not read as an option.
     return [*argv, "-T", "--", parts.hostname or "", "docker", "system", "dial-stdio"]
 
 
@@ -365,6 +369,7 @@ def open_ssh_socket(host: str, timeout_s: float | None) -> socket.socket:
     """
     process.require_program("ssh", "sudo apt-get install openssh-client")
     ours, theirs = socket.socketpair()
+    # ssh keeps its own copy of `theirs`. This process closes it, so that it notices when ssh ends.
     with theirs:
         # The process is not waited for, because ssh ends when the socket is closed.
         argv = [*_IGNORE_INTERRUPT, *_ssh_argv(host)]

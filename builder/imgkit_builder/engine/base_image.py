@@ -74,7 +74,7 @@ def resolve_base(
         _refuse_without_emulator(engine, target)
         image = _pull_base(engine, name, target, report, where=None if override else where)
     if image.platform != target:
-        raise _other_platform_error(engine, image, name, target, recipe)
+        raise _make_other_platform_error(engine, image, name, target, recipe)
     if STANDIN_LABEL in image.labels and override is None:
         raise UsageError(
             f"the base {name!r} is a stand-in without NVIDIA's software",
@@ -112,6 +112,7 @@ def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, wher
         hint = "without a network, use a local base: --base NAME (list them: docker images)"
         if error.hint:
             hint = f"{error.hint}\n{hint}"
+        # Keep the class of the error, because it determines the exit code of imgkit.
         raise type(error)(error.what, where=error.where or where, hint=hint) from error
 
 
@@ -120,7 +121,7 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
 
     Parameters
     ----------
-    requested : the value of ``--platform``. If it is set, it is the result.
+    requested : the value of ``--platform``. If it is set, it is the result, in its long form.
     host : the platform of the engine. If nothing is requested, it is the result if the recipe allows it.
         Otherwise the first platform of the recipe is used.
 
@@ -130,6 +131,7 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
     """
     platforms = recipe.image.platforms
     if requested is None:
+        # The platform of the engine needs no emulator.
         if host in platforms:
             return host
         return platforms[0]
@@ -143,7 +145,7 @@ def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
     return platform
 
 
-def _other_platform_error(
+def _make_other_platform_error(
     engine: Engine, image: ImageInfo, name: str, target: str, recipe: Recipe
 ) -> UsageError:
     """Return the error for a base `image` with the name `name` that is not for the platform `target`.
@@ -197,31 +199,33 @@ SCHEMA = 1
 def probe(engine: Engine, base: BaseImage) -> Probe:
     """Run `base` once, and return its versions of Python, torch, CUDA and NCCL.
 
-    If the base cannot run, `Probe.skipped` is the reason. The result is cached, because importing torch takes
-    seconds. The cache never becomes stale, because the content of an image id never changes.
+    If the base cannot run, `Probe.skipped` is the reason, and nothing is cached. Otherwise the result is
+    cached, because importing torch takes seconds. The cache never becomes stale, because the content of an
+    image id never changes.
     """
     digest = base.id.removeprefix("sha256:") or "unknown"
     path = files.cache_dir() / "probe" / f"{digest}.json"
     cached = _read_cached_probe(path)
     if cached is not None:
         return cached
+    # An engine that names images by their manifests does not know the id, so there the name is used.
     ref = base.name
     if base.id and not engine.names_manifests:
         ref = base.id  # the tag may move to another image in the meantime
     finished = containers.run(engine, ref, inside.probe_argv(), platform=base.platform)
     versions = inside.parse_probe(finished.output)
     if versions is None:
-        return Probe(skipped=_probe_failure(engine, base, finished.returncode, finished.output))
-    result = Probe(
+        return Probe(skipped=_explain_probe_failure(engine, base, finished.returncode, finished.output))
+    measured = Probe(
         python=versions.python,
         torch=versions.torch,
         cuda=versions.cuda,
         nccl=versions.nccl,
         pip_conflicts=versions.pip_conflicts or (),
     )
-    text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(result)}, indent=2)
-    files.write_cache(path, text + "\n")
-    return result
+    cache_text = json.dumps({"schema": SCHEMA, **dataclasses.asdict(measured)}, indent=2)
+    files.write_cache(path, cache_text + "\n")
+    return measured
 
 
 def _read_cached_probe(path: Path) -> Probe | None:
@@ -236,8 +240,11 @@ def _read_cached_probe(path: Path) -> Probe | None:
         return None  # no earlier run, or a damaged file
 
 
-def _probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
-    """Return why the inspection program printed no versions in `base`, as text for people."""
+def _explain_probe_failure(engine: Engine, base: BaseImage, returncode: int, output: str) -> str:
+    """Return why the inspection program printed no versions in `base`, as text for people.
+
+    `returncode` and `output` are those of the program.
+    """
     if returncode == containers.NOT_FOUND:
         return "the base has no python3"
     if "exec format error" in output.lower():

@@ -34,8 +34,12 @@ CHUNK_BYTES = 1 << 16
 
 
 def main() -> int:
-    """Run ARGV, and return its exit code. If a signal N ended it, return 128 + N."""
+    """Run the program ARGV, and return its exit code. If a signal N ended it, return 128 + N.
+
+    The arguments are LIFE, TOKEN, CONTAINERS, ``--`` and ARGV, as described at the top of this file.
+    """
     life, token, containers, _, *argv = sys.argv[1:]
+    # imgkit holds the other end of this pipe, which the kernel closes when imgkit ends.
     life_pipe = int(life)
     if sys.platform == "linux":
         # If the program ends before its child processes, they become children of the guard, which can then
@@ -53,9 +57,12 @@ def main() -> int:
     os.close(write_end)
     # Only the program reads standard input. If it ends early, imgkit's writes must fail and not block.
     os.close(0)
+    # Only the pipe may end the guard, because it must still clean up. This comes after the start of the
+    # program, which would inherit the ignored signals. `end_build` also sends SIGTERM to the guard itself.
     for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signal_number, signal.SIG_IGN)
     exit_code = copy_output(child, life_pipe, output)
+    # None means that imgkit has ended first.
     if exit_code is None:
         exit_code = end_build(child, output, steps_only=bool(containers))
         if containers:
@@ -82,8 +89,8 @@ def copy_output(child: int, life_pipe: int, output: int) -> int | None:
                 try:
                     os.write(1, data)
                 except BrokenPipeError:
-                    return None
-                continue
+                    return None  # nobody reads any more, so imgkit has ended
+                continue  # read all output before the exit code
             open_pipes = [life_pipe]  # the output has ended
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
@@ -97,11 +104,13 @@ def end_build(child: int, output: int, *, steps_only: bool) -> int:
     then sees a failed step, and cleans up. If that takes longer than `GRACE_S`, everything is killed.
     """
     if not steps_only:
+        # 0 is the process group of the guard, which ignores the signal, and of the program.
         os.killpg(0, signal.SIGTERM)
     os.set_blocking(output, False)
     deadline = time.monotonic() + GRACE_S
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
+        # Search in each round, also in the last one: a step may have started in the meantime.
         kill_processes(step_processes())
         if pid:
             return os.waitstatus_to_exitcode(status)
@@ -127,6 +136,7 @@ def step_processes() -> list[int]:
     This process has the number 1 in a PID namespace below the guard's namespace. If it is killed, the kernel
     ends all other processes of the container.
     """
+    # The number of nested PID namespaces that the guard itself is in.
     depth = len(namespace_pids("self"))
     pids = []
     for pid in descendants():
@@ -165,12 +175,12 @@ def descendants() -> list[int]:
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
-            text = path.read_text(errors="replace")
+            stat_line = path.read_text(errors="replace")
         except OSError:
             continue
         # The line is "PID (NAME) STATE PARENT ...". The name may contain parentheses and blanks, so split the
         # line at its last parenthesis.
-        _, _, fields = text.rpartition(")")
+        _, _, fields = stat_line.rpartition(")")
         _, parent, *_ = fields.split()
         children.setdefault(int(parent), []).append(int(path.parent.name))
     pids = []
@@ -194,7 +204,9 @@ def remove_containers(containers: str, token: str) -> None:
             description = (folder / "userdata/buildah.json").read_text(errors="replace")
             if token not in description:
                 continue
+            # The folder of a container has the id of the container as its name.
             argv = ["podman", "--remote=false", "rm", "--force", folder.name]
+            # The standard streams of the guard may be closed by now.
             no_files = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
             pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=no_files)
             os.waitpid(pid, 0)

@@ -67,6 +67,7 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
     UsageError : the engine does not support the requested builder, or the builder does not support secrets.
     ToolMissing : the program of the builder is missing.
     """
+    # This also checks that the requested builder can be used.
     choice = _choose_without_secrets(facts, requested)
     # Only the classic builder lacks secrets, so any other choice is final.
     if not secrets_at or choice.name != "classic":
@@ -138,6 +139,8 @@ def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
     ------
     ToolMissing : buildx is missing, too.
     """
+    # An error without an HTTP status, such as that of a failed step, is no refusal of the engine. A builder
+    # that the user has requested (`may_change` is false) is never replaced.
     status = _find_status(error)
     if not choice.may_change or status is None:
         return None
@@ -169,10 +172,10 @@ def buildx_version() -> str:
     """Return the version of ``docker buildx``, or an empty text if it is not installed."""
     if shutil.which("docker") is None:
         return ""
-    result = process.run(["docker", "buildx", "version"], check=False)
-    if result.returncode:
+    finished = process.run(["docker", "buildx", "version"], check=False)
+    if finished.returncode:
         return ""
-    match = re.match(r"\S+ v?(\S+)", result.output)  # "github.com/docker/buildx v0.29.1 COMMIT"
+    match = re.match(r"\S+ v?(\S+)", finished.output)  # "github.com/docker/buildx v0.29.1 COMMIT"
     if match is None:
         return "unknown"
     return match[1]
@@ -207,13 +210,14 @@ def _find_podman_containers(facts: EngineFacts) -> Path:
     if not facts.is_here:
         raise UsageError("Podman is on another machine", where=facts.endpoint.host, hint=use_classic)
     process.require_program(PODMAN[0], f"sudo apt-get install podman, {use_classic}")
+    # The final dot marks the end of the driver's name. Warnings may follow on other lines.
     layout = "store={{.Store.GraphRoot}} driver={{.Store.GraphDriverName}}."
     # The program and the service may run as different users or with different configurations. Then each has
     # its own images.
-    result = process.run([*PODMAN, "info", "--format", layout], env=local_podman_env(), check=False)
-    match = re.search(r"^store=(?P<root>.+) driver=(?P<driver>\S+)\.$", result.output, re.MULTILINE)
+    finished = process.run([*PODMAN, "info", "--format", layout], env=local_podman_env(), check=False)
+    match = re.search(r"^store=(?P<root>.+) driver=(?P<driver>\S+)\.$", finished.output, re.MULTILINE)
     if match is None:
-        problem = result.tail().strip()[-200:]
+        problem = finished.tail().strip()[-200:]
         raise ToolMissing(f"podman info fails: {problem}", hint=f"podman info; {use_classic}")
     root = Path(match["root"])
     if root.resolve() != Path(facts.root).resolve():

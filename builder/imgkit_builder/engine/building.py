@@ -87,11 +87,12 @@ def build(
     UsageError : the engine cannot parse the Dockerfile or find the base.
     """
     check_name(tag)
+    # The image that has the name now. Find it before the build, because the new image takes the name.
     previous_image = find_image(engine, tag)
     folder = _make_log_folder(context.manifest.recipe)
     created = time_of_build()
     if not no_cache:
-        created = _creation_time(previous_image, context)
+        created = _choose_creation_time(previous_image, context)
     labels = manifests.labels(
         context.manifest, context_sha256=context.sha256, created=created, locked=context.is_locked
     )
@@ -110,6 +111,8 @@ def build(
         hide=hide,
         no_cache=no_cache,
     )
+    # Errors of a step are raised unchanged. Only an engine that no longer has the classic builder leads to a
+    # second attempt.
     try:
         ref = request.run(builder)
     except ImgkitError as error:
@@ -162,10 +165,12 @@ class _BuildRequest:
                 hide=self.hide,
             )
             self.report.stage("send the context")
-            with contextlib.closing(_context_chunks(self.context, self.dockerfile, self.report)) as chunks:
+            with contextlib.closing(
+                _read_context_chunks(self.context, self.dockerfile, self.report)
+            ) as chunks:
                 if builder.name == "classic":
                     return self._run_classic(chunks, follower)
-                return self._run_program(chunks, follower, builder)
+                return self._run_guarded_program(chunks, follower, builder)
 
     def _run_classic(self, chunks: Iterator[bytes], follower: BuildFollower) -> str:
         """Build with the classic builder, through the engine's API, and return the image id.
@@ -213,7 +218,7 @@ class _BuildRequest:
             raise
         return follower.image_id
 
-    def _run_program(self, chunks: Iterator[bytes], follower: BuildFollower, builder: Choice) -> str:
+    def _run_guarded_program(self, chunks: Iterator[bytes], follower: BuildFollower, builder: Choice) -> str:
         """Build with buildx or podman, the program of `builder`, and return the engine's name for the image.
 
         The program reads the tar `chunks` from its standard input. It is started by ``build_guard``, a
@@ -232,14 +237,14 @@ class _BuildRequest:
         else:
             argv = ["docker", "buildx", "build", "--progress", "plain", "--load"]
             argv += ["--metadata-file", str(metadata)]
-            env = _buildx_env(self.engine)
+            env = _make_buildx_env(self.engine)
         argv += ["--iidfile", str(id_file), "--file", DOCKERFILE]
         argv += ["--platform", self.context.manifest.platform]
         if self.no_cache:
             argv.append("--no-cache")
         argv += [*builder.options, "-"]
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        with _guard(argv, token, builder.containers, env) as guard:
+        with _run_guarded(argv, token, builder.containers, env) as guard:
             for data in pump_pipes(guard, chunks):
                 follower.add_text(decoder.decode(data))
             exit_code = guard.wait()
@@ -269,7 +274,7 @@ def _make_log_folder(name: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
 
-def _creation_time(old: ImageInfo | None, context: BuildContext) -> str:
+def _choose_creation_time(old: ImageInfo | None, context: BuildContext) -> str:
     """Return the creation time for the label of the new image, in RFC 3339.
 
     If the image `old` was built from the same context, its creation time is used again. The label then stays
@@ -299,7 +304,9 @@ def _quote_label(text: str) -> str:
     return docker_quote(" ".join(text.splitlines()))
 
 
-def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) -> Generator[bytes, None, None]:
+def _read_context_chunks(
+    context: BuildContext, dockerfile: str, report: Reporter
+) -> Generator[bytes, None, None]:
     """Yield the tar of `context` in chunks, with an additional Dockerfile as its first member.
 
     Its name is `DOCKERFILE`, and its text is `dockerfile`. It contains labels that are known only during a
@@ -310,6 +317,7 @@ def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) ->
     member.size = len(dockerfile_bytes)
     member.mode = 0o644
     with context.open(report) as tar:
+        # The header, the content, and zeros up to the next block of the tar.
         yield (
             member.tobuf(tarfile.USTAR_FORMAT)
             + dockerfile_bytes
@@ -321,7 +329,7 @@ def _context_chunks(context: BuildContext, dockerfile: str, report: Reporter) ->
             chunk = tar.read(CHUNK_BYTES)
 
 
-def _buildx_env(engine: Engine) -> dict[str, str]:
+def _make_buildx_env(engine: Engine) -> dict[str, str]:
     """Return the environment variables with which buildx builds on this engine.
 
     The user may have selected another builder with ``docker buildx use``, which would not have the local
@@ -334,6 +342,7 @@ def _buildx_env(engine: Engine) -> dict[str, str]:
         "BUILDX_NO_DEFAULT_ATTESTATIONS": "1",
         "BUILDX_BUILDER": endpoint.context or "default",
     }
+    # The builder of a context connects by itself. The builder "default" uses these variables.
     if not endpoint.context:
         env["DOCKER_HOST"] = endpoint.host
         env.pop("DOCKER_CONTEXT", None)
@@ -341,7 +350,7 @@ def _buildx_env(engine: Engine) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _guard(
+def _run_guarded(
     argv: list[str], token: str, working_containers: Path | None, env: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Run `argv` under the program ``build_guard``, and yield the process of that program.

@@ -131,6 +131,8 @@ class Engine:
         By default, the SDK waits 60 s for a response in all calls except build. To save an image of 20 GB,
         the engine copies the image before it sends the first byte (docker/docker-py issues 1070, 2097, 2119).
         """
+        # The client reads its timeout at each request. So the change also applies to other requests of the
+        # block.
         usual_timeout = self.api.timeout
         self.api.timeout = None  # type: ignore[assignment]  # requests waits forever with None
         try:
@@ -155,6 +157,7 @@ def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT
             f"the Python package docker cannot be imported: {error}", hint="pip install docker"
         ) from error
     engine = engine or address.find_endpoint()
+    # The client asks for the engine's version at once, so an engine that does not respond is noticed here.
     try:
         return Engine(make_client(engine, timeout_s=timeout_s), engine)
     except (docker.errors.DockerException, ValueError, OSError) as error:
@@ -185,7 +188,7 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
             if is_ssh:
                 # Ignore proxies that are set by variables such as HTTP_PROXY.
                 self.trust_env = False
-                self.mount(_SSH_URL, _ssh_adapter(engine.host))
+                self.mount(_SSH_URL, _make_ssh_adapter(engine.host))
 
         def version(self, api_version: bool = True) -> dict[str, Any]:
             # Keep the response, because Podman takes 0.2 to 0.9 s for each.
@@ -209,7 +212,7 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
     return EngineClient("auto")
 
 
-def _ssh_adapter(host: str) -> HTTPAdapter:
+def _make_ssh_adapter(host: str) -> HTTPAdapter:
     """Return an adapter that makes requests talk to an engine through the program ssh.
 
     Notes
@@ -305,7 +308,9 @@ def query_facts(engine: Endpoint | None = None) -> EngineFacts:
 
     Raises
     ------
-    ToolMissing, ToolFailed, UsageError : as `connect`.
+    ToolMissing : no engine responds in time, or this user may not use it.
+    ToolFailed : a program responds, but it is not an engine.
+    UsageError : ``DOCKER_HOST`` is not an address, or the chosen context does not exist.
     """
     with connect(engine, timeout_s=FACTS_TIMEOUT_S) as connected:
         return connected.facts()

@@ -77,7 +77,7 @@ def temporary_container(
     for folder, target in (mounted or {}).items():
         mounts.append(docker.types.Mount(target, folder, type="bind", read_only=True))
     is_created = False
-    with _guarded(name) as on_removed:
+    with _start_guard(name) as on_removed:
         try:
             with translate_errors(f"create a container of {image}", name=image):
                 engine.api.create_container(
@@ -113,6 +113,7 @@ def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes
     import docker.errors
 
     with translate_errors(f"read {path}"):
+        # The engine sends a file of a container as a tar.
         try:
             chunks, _ = engine.api.get_archive(name, path)
         except docker.errors.NotFound:
@@ -174,7 +175,7 @@ def _start(engine: Engine, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _guarded(name: str) -> Iterator[Callable[[], object]]:
+def _start_guard(name: str) -> Iterator[Callable[[], object]]:
     """Start a guard, a process that removes the container `name` if imgkit is killed.
 
     Yield a function that tells the guard that the container has been removed. The guard then does nothing.
@@ -190,6 +191,8 @@ def _guarded(name: str) -> Iterator[Callable[[], object]]:
     ) as guard:
         assert guard.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
         stdin = guard.stdin
+        # The guard reads its input to the end, which comes when this block or imgkit ends. Without the word,
+        # it removes the container.
         yield lambda: stdin.write(b"removed")
 
 
@@ -215,6 +218,7 @@ def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdi
         argv += ["--ulimit", limit]
     if workdir:
         argv += ["--workdir", workdir]
+    # A terminal for bash. The container is removed when bash ends.
     argv += ["-it", "--rm"]
     if gpus:
         argv += ["--gpus", "all"]

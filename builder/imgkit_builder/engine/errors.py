@@ -85,22 +85,25 @@ def explain_message(message: str, *, doing: str, name: str = "") -> ImgkitError:
     doing : the operation, such as ``pull nvcr.io/x:1``.
     name : the name of the image, for the hint.
     """
-    text = strip_styles(message).strip()
-    lower = text.lower()
+    plain_message = strip_styles(message).strip()
+    lower_message = plain_message.lower()
     # The kind of error can only be derived from the text, because engines and registries send no code for it.
-    if "invalid reference format" in lower:
-        return UsageError(f"{doing}: {text}", hint="an image name looks like registry:5000/group/name:tag")
-    if _LOCALLY_MISSING.search(lower):
-        return no_image_error(name or text)
-    if _UNKNOWN_IMAGE.search(lower):
+    # The first match counts.
+    if "invalid reference format" in lower_message:
         return UsageError(
-            f"{doing}: the registry has no such image: {text}",
+            f"{doing}: {plain_message}", hint="an image name looks like registry:5000/group/name:tag"
+        )
+    if _LOCALLY_MISSING.search(lower_message):
+        return no_image_error(name or plain_message)
+    if _UNKNOWN_IMAGE.search(lower_message):
+        return UsageError(
+            f"{doing}: the registry has no such image: {plain_message}",
             hint=f"check name and tag: docker manifest inspect {name}; if the image is private: docker login",
         )
-    if _DENIED.search(lower):
+    if _DENIED.search(lower_message):
         login = f"docker login {registry_of(name)}".rstrip()
-        return ToolFailed(f"{doing}: access denied: {text}", hint=login)
-    return ToolFailed(f"{doing}: {text}", hint=find_hint(lower))
+        return ToolFailed(f"{doing}: access denied: {plain_message}", hint=login)
+    return ToolFailed(f"{doing}: {plain_message}", hint=find_hint(lower_message))
 
 
 def no_image_error(name: str) -> UsageError:
@@ -134,6 +137,7 @@ def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
     import requests.exceptions
     import urllib3.exceptions
 
+    # The order of the clauses matters: an APIError is also a RequestException, which is also an OSError.
     try:
         yield
     except ImgkitError:

@@ -53,10 +53,10 @@ class BuildFollower:
         self.log_path = log_path
         self.report = report
         self._log = log
-        self._hide = hide
+        self._mask_secrets = hide
         self._dockerfile = dockerfile
         self._base = base
-        self._tail: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
+        self._step_output: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
         self._pending = ""  # an incomplete line, whose end has not been received yet
         self._step = 0
         self._step_count = 0
@@ -71,45 +71,51 @@ class BuildFollower:
         ------
         ImgkitError : the event reports that a step has failed.
         """
-        message = self._hide(event_error(event))
+        message = self._mask_secrets(event_error(event))
+        # An event without an error gives an empty text.
         if message:
             # The last line of the output may have no line break, but it belongs to the error.
             self._flush()
             self._log.write(message + "\n")
-            raise self._step_error(message)
+            raise self._make_step_error(message)
         aux: dict[str, Any] = event.get("aux") or {}
         self.image_id = str(aux.get("ID") or self.image_id)
         self.add_text(str(event.get("stream") or ""))
 
     def add_text(self, text: str) -> None:
-        """Process a part of the output. It may begin and end in the middle of a line."""
+        """Process a part of the output. It may begin and end in the middle of a line.
+
+        An incomplete last line is stored until its end arrives, or until `_flush` is called.
+        """
         *lines, self._pending = (self._pending + text).split("\n")
         for line in lines:
             self._add_line(line)
 
     def exit_error(self, code: int) -> ImgkitError:
         """Return the error for a builder that ended with the exit code `code`."""
+        # Process the last line first, because it may be the error message.
         self._flush()
-        return self._step_error(self._pop_error_message() or f"the builder ended with exit code {code}")
+        return self._make_step_error(self._pop_error_message() or f"the builder ended with exit code {code}")
 
     def add_location(self, error: ImgkitError) -> ImgkitError:
         """Return `error` with the path of the log, and with the line of the recipe if it is known."""
+        # An error of `_make_step_error` already has the path of the log.
         hint = error.hint or ""
         if str(self.log_path) not in hint:
-            hint = self._add_log(hint)
-        return type(error)(error.what, where=error.where or self._origin(error.what), hint=hint)
+            hint = self._add_log_path(hint)
+        return type(error)(error.what, where=error.where or self._locate_in_recipe(error.what), hint=hint)
 
-    def _step_error(self, message: str) -> ImgkitError:
+    def _make_step_error(self, message: str) -> ImgkitError:
         """Return the error for a `message` of the builder about the current step.
 
         The error has the line of the recipe. Its hint contains the last lines of the step's output.
         """
         doing = "build"
         if self._step:
-            doing = f"step {self._step}/{self._step_count} ({self._short_instruction()})"
+            doing = f"step {self._step}/{self._step_count} ({self._shorten_instruction()})"
         error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
         hint = error.hint
-        output = "\n".join(process.last_lines("\n".join(self._tail)))
+        output = "\n".join(process.last_lines("\n".join(self._step_output)))
         # The message of the engine is often only "returned a non-zero code". So look for a known problem in
         # the output of the step, too. Output with "imgkit: " comes from imgkit's own scripts, which print a
         # hint themselves.
@@ -120,20 +126,25 @@ class BuildFollower:
             hints += ["its last lines:", output]
         if hint:
             hints.append(hint)
-        return type(error)(error.what, where=self._origin(message), hint=self._add_log("\n".join(hints)))
+        return type(error)(
+            error.what, where=self._locate_in_recipe(message), hint=self._add_log_path("\n".join(hints))
+        )
 
     def _add_line(self, line: str) -> None:
         """Process a complete line of output."""
         # A progress bar overwrites its line with carriage returns. Keep only the last text.
         _, _, last_text = strip_styles(line).rstrip("\r").rpartition("\r")
-        text = self._hide(last_text)
+        text = self._mask_secrets(last_text)
         self._log.write(text + "\n")
         self._log.flush()
         self._update_state(text)
         self.report.line(text)
 
     def _update_state(self, text: str) -> None:
-        """Begin the step that a line of output announces. Otherwise, keep the line for an error message."""
+        """Begin the step that a line of output announces. Otherwise, keep the line for an error message.
+
+        Also note the running container in `container`, so that an interrupted build can remove it.
+        """
         step = _STEP.match(text)
         running = _RUNNING.match(text)
         if step is not None:
@@ -142,14 +153,15 @@ class BuildFollower:
             self.container = running[1]
         elif text.startswith("Removing intermediate container "):
             self.container = ""
+        # Lines such as " ---> 1a2b3c" name layers, which does not explain an error.
         elif text.strip() and not text.startswith((" ---> ", "--> ")):
-            self._tail.append(text)
+            self._step_output.append(text)
 
     def _pop_error_message(self) -> str:
         """Remove podman's last line, ``Error: ...``, from the kept output, and return its message or ""."""
-        if not self._tail or not self._tail[-1].startswith("Error: "):
+        if not self._step_output or not self._step_output[-1].startswith("Error: "):
             return ""
-        return self._tail.pop().removeprefix("Error: ")
+        return self._step_output.pop().removeprefix("Error: ")
 
     def _start_step(self, header: re.Match[str]) -> None:
         """Begin the step with the number and the instruction in the line `header`."""
@@ -157,8 +169,9 @@ class BuildFollower:
         self._step_count = int(header["total"])
         self._instruction = header["instruction"]
         self.container = ""
-        self._tail.clear()  # an error shows only the lines of its own step
-        self.report.stage(f"step {self._step}/{self._step_count}: {self._short_instruction()}")
+        # An error shows only the lines of its own step.
+        self._step_output.clear()
+        self.report.stage(f"step {self._step}/{self._step_count}: {self._shorten_instruction()}")
 
     def _flush(self) -> None:
         """Process an incomplete last line as if it were complete."""
@@ -166,18 +179,18 @@ class BuildFollower:
             self._add_line(self._pending)
             self._pending = ""
 
-    def _short_instruction(self) -> str:
+    def _shorten_instruction(self) -> str:
         """Return the instruction of the current step on one line, cut to `_STEP_WIDTH` characters."""
-        text = " ".join(self._instruction.split())
-        if len(text) <= _STEP_WIDTH:
-            return text
-        return text[: _STEP_WIDTH - 3] + "..."
+        one_line = " ".join(self._instruction.split())
+        if len(one_line) <= _STEP_WIDTH:
+            return one_line
+        return one_line[: _STEP_WIDTH - 3] + "..."
 
-    def _add_log(self, hint: str) -> str:
+    def _add_log_path(self, hint: str) -> str:
         """Return `hint` with the path of the log."""
         return f"{hint}\nfull log: {self.log_path}, with the Dockerfile in the same folder".strip()
 
-    def _line_of_step(self, *, only: Collection[str] = ()) -> int | None:
+    def _find_line_of_step(self, *, only: Collection[str] = ()) -> int | None:
         """Return the line of the Dockerfile at which the current step begins, or None if it is unknown.
 
         `only` lists the kinds of instructions that the builder counts as steps. If it is empty, all kinds
@@ -188,13 +201,13 @@ class BuildFollower:
             return None
         return lines[self._step - 1]
 
-    def _origin(self, message: str) -> str | None:
+    def _locate_in_recipe(self, message: str) -> str | None:
         """Return the line of the recipe to which `message` refers, such as ``mn5.yaml:12``.
 
         It is found through the line of the Dockerfile in the message, or else through the current step.
         """
         match = _PARSE_ERROR.search(message)
-        line = int(match[1]) if match else self._line_of_step()
+        line = int(match[1]) if match else self._find_line_of_step()
         if line is None:
             return None
         return find_origin(self._dockerfile, line) or f"Dockerfile:{line}"
@@ -219,7 +232,8 @@ class BuildKitFollower(BuildFollower):
     def _update_state(self, text: str) -> None:
         """Begin the step that a line of BuildKit's output announces.
 
-        Otherwise, keep the line for an error.
+        Otherwise, keep what an error message needs: output of the step, the failed line of the Dockerfile, or
+        the error itself.
         """
         step = _VERTEX.match(text)
         output = _OUTPUT.match(text)
@@ -230,7 +244,7 @@ class BuildKitFollower(BuildFollower):
             if int(step["number"]) > self._step:
                 self._start_step(step)
         elif output is not None:
-            self._tail.append(output[1])
+            self._step_output.append(output[1])
         elif source is not None:
             self._source_line = int(source[1])
         elif error is not None:
@@ -239,8 +253,8 @@ class BuildKitFollower(BuildFollower):
     def _pop_error_message(self) -> str:
         return self._error
 
-    def _line_of_step(self, *, only: Collection[str] = _LAYER_INSTRUCTIONS) -> int | None:
-        return self._source_line or super()._line_of_step(only=only)
+    def _find_line_of_step(self, *, only: Collection[str] = _LAYER_INSTRUCTIONS) -> int | None:
+        return self._source_line or super()._find_line_of_step(only=only)
 
 
 def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ...]:

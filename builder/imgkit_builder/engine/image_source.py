@@ -97,6 +97,8 @@ def save_stream(engine: Engine, name: str, *, report: Reporter = SILENT) -> Iter
     image = inspect(engine, name)
     doing = f"save {name}"
     report.stage(f"the engine stages {image.tag or name}")
+    # Errors at the request are translated here, and errors in the stream by `_refuse_incomplete`. An error of
+    # the caller's own code in the block must not be translated.
     with contextlib.ExitStack() as stack:
         with translate_errors(doing, name=name):
             archive = images.get_image(engine, image.tag or image.ref, image.platform)
@@ -205,6 +207,7 @@ def store_files(
         chunks, _ = api.get_archive(container, path)
         stream = tar_read.TarStream(iter(chunks), name=f"{path} in {name}")
         for member in stream:
+            # Use only the last part of the name, so that a file cannot be written outside of `folder`.
             _, _, base_name = member.name.rpartition("/")
             if member.kind == REGULAR and is_wanted(base_name):
                 with (folder / base_name).open("xb") as target:
@@ -225,7 +228,7 @@ def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter)
     check_name(ref)
     doing = f"pull {ref}"
     report.stage(doing)
-    name, tag = _split(ref)
+    name, tag = _split_tag(ref)
     progress = LayerProgress(report)
     with translate_errors(doing, name=ref), engine.patient() as api:
         events = api.pull(name, tag=tag, stream=True, decode=True, platform=platform)
@@ -258,7 +261,7 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     if find_image(engine, ref) is None:
         raise no_image_error(ref)
     report.stage(doing)
-    name, tag = _split(ref)
+    name, tag = _split_tag(ref)
     progress = LayerProgress(report)
     digest = ""
     # A push may take an hour, hence no timeout.
@@ -266,6 +269,7 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
         events = api.push(name, tag=tag, stream=True, decode=True)
         for event in refuse_error_events(events, doing=doing, name=ref):
             progress.add_event(event)
+            # Only one of the last events has the digest. Keep it when others follow.
             digest = _read_digest(event) or digest
     if not digest:
         raise ToolFailed(
@@ -301,12 +305,12 @@ def full_platform(platform: str) -> str:
 def add_tag(engine: Engine, image: str, ref: str) -> None:
     """Give the local image `image` the name `ref`. If another image has that name, it loses it."""
     check_name(ref)
-    name, tag = _split(ref)
+    name, tag = _split_tag(ref)
     with translate_errors(f"tag {image} as {ref}", name=image):
         engine.api.tag(image, name, tag)
 
 
-def _split(ref: str) -> tuple[str, str]:
+def _split_tag(ref: str) -> tuple[str, str]:
     """Split `ref` into the repository and the tag or digest: ``host/mn5:1`` -> ``host/mn5``, ``1``."""
     name = repository(ref)
     tag = ref.removeprefix(name).lstrip(":@")

@@ -125,12 +125,12 @@ def config_json(engine: Engine, image: ImageInfo) -> bytes:
             "os": response.get("Os") or "linux",
             "config": response.get("Config") or {},
             # An image configuration must list the layers here. `parse_config` reads them.
-            "rootfs": {"type": "layers", "diff_ids": _diff_ids(response)},
+            "rootfs": {"type": "layers", "diff_ids": _read_diff_ids(response)},
         }
     ).encode()
 
 
-def _diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
+def _read_diff_ids(data: dict[str, Any]) -> tuple[str, ...]:
     """Return the digests of an image's layers. `data` is the engine's response about the image."""
     return tuple((data.get("RootFS") or {}).get("Layers") or ())
 
@@ -140,6 +140,7 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
 
     `name` is the name that the user has requested. If the image has several tags, this one comes first.
     """
+    # `ref` is the engine's own name for the image. The id is the same on every engine, and is found below.
     ref = str(data["Id"])
     platform = read_platform(data)
     config = data.get("Config") or {}
@@ -152,7 +153,7 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
         labels=dict(config.get("Labels") or {}),
         env=_parse_env(config.get("Env") or ()),
         user=str(config.get("User") or ""),
-        diff_ids=_diff_ids(data),
+        diff_ids=_read_diff_ids(data),
         size_bytes=int(data.get("Size") or 0),
         digest=digests[0] if digests else "",
         manifest=str(data.get("Manifest") or ""),
@@ -242,7 +243,7 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     engine keeps the image for its preferred platform but the response is about another one, ``Manifest`` is
     added. It is the digest of the manifest for that platform.
     """
-    default_response = _inspect(engine, name)
+    default_response = _request_inspection(engine, name)
     if not can_choose_platform(engine) or not engine.names_manifests:
         return default_response
     # Without an architecture, the response is about a platform that the engine knows but does not keep.
@@ -251,14 +252,16 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     if platform:
         candidates.append(platform)
     if not is_default_kept:
-        kept_platforms = _local_platforms(engine, name)
+        kept_platforms = _list_local_platforms(engine, name)
         candidates += sorted(kept_platforms, key=lambda kept: kept != engine.platform)
     for candidate in candidates:
         if candidate == read_platform(default_response):
             return default_response
         # An error means that the engine does not keep this platform. Then try the next one.
-        with _ignore_errors():
-            response = _inspect(engine, name, platform=_platform_json(candidate))
+        with _suppress_api_errors():
+            response = _request_inspection(engine, name, platform=_platform_json(candidate))
+            # Here, `Id` is the digest of the candidate's manifest. Save it before `Id` is replaced. A build
+            # must name the base by this digest, or the engine would use the platform that it prefers.
             if is_default_kept:
                 response["Manifest"] = response["Id"]
             response["Id"] = default_response["Id"]
@@ -266,17 +269,17 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     return default_response
 
 
-def _inspect(engine: Engine, name: str, **query: str) -> dict[str, Any]:
+def _request_inspection(engine: Engine, name: str, **query: str) -> dict[str, Any]:
     """Return the engine's response about the image `name`. `query` has further parameters of the request."""
     with _query(engine, query):
         data: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # not in the stubs
     return data
 
 
-def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
+def _list_local_platforms(engine: Engine, name: str) -> Iterator[str]:
     """Yield the platforms for which the engine keeps the image `name`."""
-    with _ignore_errors():
-        for manifest in _inspect(engine, name, manifests="1").get("Manifests") or ():
+    with _suppress_api_errors():
+        for manifest in _request_inspection(engine, name, manifests="1").get("Manifests") or ():
             platform = (manifest.get("ImageData") or {}).get("Platform")
             # An index also lists manifests whose layers were not pulled.
             if manifest.get("Available") and platform:
@@ -285,7 +288,10 @@ def _local_platforms(engine: Engine, name: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
-    """Add the parameters `query` to all requests in the block. The SDK does not support them (docker 7.2)."""
+    """Add the parameters `query` to all requests in the block. The SDK does not support them (docker 7.2).
+
+    The block must contain only the requests that these parameters are for.
+    """
     engine.api.params = dict(query)
     try:
         yield
@@ -293,8 +299,11 @@ def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
         engine.api.params = {}
 
 
-def _ignore_errors() -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that suppresses error responses of the engine, and then ends the block."""
+def _suppress_api_errors() -> contextlib.AbstractContextManager[None]:
+    """Return a context manager that suppresses error responses of the engine.
+
+    At such an error, the program continues after the block.
+    """
     import docker.errors
 
     return contextlib.suppress(docker.errors.APIError)
@@ -323,6 +332,7 @@ def get_image(engine: Engine, name: str, platform: str) -> Iterator[Iterator[byt
     if engine.names_manifests and _has_api(engine, _SAVE_API):
         query["platform"] = _platform_json(platform)
     with engine.patient() as api:
+        # The request is sent inside this block. The response is read later, and needs no parameters.
         with _query(engine, query):
             chunks = api.get_image(name, CHUNK_BYTES)
         with contextlib.closing(chunks):
@@ -410,7 +420,8 @@ def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
 def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
     """Return the image id from the manifest in the stream of ``docker save``, or None if it is not found.
 
-    This is slow, so it is done only if containerd's store is not found. Reading stops at the manifest.
+    This is slow, so it is done only if containerd's store is not found. Reading stops at the manifest. A
+    damaged archive also gives None.
     """
     json_blobs = {}
     with translate_errors(f"save {ref}"), get_image(engine, ref, platform) as chunks:
@@ -419,12 +430,13 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
             for member in stream:
                 if member.kind != REGULAR or member.size_bytes > read.MAX_JSON_BYTES:
                     continue
-                data = b"".join(stream.body())
+                blob = b"".join(stream.body())
                 # Only a JSON object can be the manifest or an index.
-                if not data.startswith(b"{"):
+                if not blob.startswith(b"{"):
                     continue
                 blob_name = posixpath.basename(member.name)  # of "blobs/sha256/1a2b..."
-                json_blobs[f"sha256:{blob_name}"] = data
+                # An index may come before or after the manifests in it, so search again after each blob.
+                json_blobs[f"sha256:{blob_name}"] = blob
                 config_digest = _find_config(ref, platform, json_blobs.get)
                 if config_digest is not None:
                     return config_digest
@@ -509,7 +521,8 @@ class ImageFacts:
         }
         for name, value in sorted(image.labels.items()):
             rows[f"label {escape_controls(name)}"] = value
-        # Align the values in one column.
+        # Align the values in one column. Rows without a value, such as the base of an image that imgkit did
+        # not build, are left out.
         width = max(map(len, rows))
         lines = [f"{name:{width}}  {value}".rstrip() for name, value in rows.items() if value]
         if facts["standin"]:

@@ -100,6 +100,7 @@ class BuildContext:
             progress.add(chunk)
             digest.update(chunk)
             # Check before the last chunk is sent, because an engine does not build from an unfinished tar.
+            # `members.END`, a single object, is the last chunk of every tar.
             if chunk is members.END and digest.hexdigest() != self.sha256:
                 raise UsageError(
                     "files of image.copy changed while they were read",
@@ -142,7 +143,7 @@ def pack_context(
         imgkit=__version__,
         recipe=recipe.name,
         recipe_sha256=recipe.sha256,
-        base=_manifest_base(recipe, base),
+        base=_describe_base(recipe, base),
         platform=platform,
         wheel_sha256=hashlib.sha256(wheel_data).hexdigest(),
         revision=revision,
@@ -226,13 +227,15 @@ def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
     result, unless the name of the base now refers to another image.
     """
     base_image = BaseImage(name=base, platform=context.manifest.platform)
-    manifest = dataclasses.replace(context.manifest, base=_manifest_base(recipe, base_image))
+    manifest = dataclasses.replace(context.manifest, base=_describe_base(recipe, base_image))
     dockerfile = render.render_dockerfile(recipe, base=base, platform=manifest.platform)
+    # The Dockerfile and the manifest are rendered again, with only the name of the base. `files_sha256` does
+    # not cover the ones in `context`, which contain what an engine knows about the base.
     texts = (context.files_sha256, dockerfile, manifests.to_json(manifest))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
-def _manifest_base(recipe: Recipe, base: BaseImage) -> BaseImage:
+def _describe_base(recipe: Recipe, base: BaseImage) -> BaseImage:
     """Return the description of the base for the manifest of the image.
 
     If the recipe has a lock, the digest of the base is taken from the lock, and is empty if the lock has
@@ -241,11 +244,11 @@ def _manifest_base(recipe: Recipe, base: BaseImage) -> BaseImage:
     """
     if recipe.lock is None:
         return base
-    lock = recipe.lock.base
+    locked_base = recipe.lock.base
     digest = ""
-    if lock.digest:
-        digest = lock.exact
-    return dataclasses.replace(base, digest=digest, id=lock.id or base.id)
+    if locked_base.digest:
+        digest = locked_base.exact
+    return dataclasses.replace(base, digest=digest, id=locked_base.id or base.id)
 
 
 def check_code(recipe: Recipe) -> None:
@@ -255,7 +258,8 @@ def check_code(recipe: Recipe) -> None:
     ------
     ToolMissing, UsageError : it cannot. The error is the one that `pack_context` would raise.
     """
-    members.collect_code(_list_code(recipe), _secret_files(recipe))
+    # A recipe with a lock does not use uv.lock, because the lock already has the wheels.
+    members.collect_code(_list_code(recipe), _list_secret_files(recipe))
     if recipe.image.uv and not recipe.lock:
         uv_export.export_uv_lock(recipe)
 
@@ -281,7 +285,7 @@ class _TarProgress:
             self._report.advance(self._read_bytes, self._total_bytes)
 
 
-def _secret_files(recipe: Recipe) -> list[Path]:
+def _list_secret_files(recipe: Recipe) -> list[Path]:
     """Return the files with build secrets. They stay out of the context, wherever they are."""
     return [secret.file.resolve() for secret in recipe.image.secrets if secret.file is not None]
 
@@ -294,10 +298,11 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
 
     Raises
     ------
-    UsageError : as in `members.collect_code`.
+    UsageError : a source is missing or cannot be read, or contains something other than files, folders and
+        links within the source.
     """
     codes = tuple(_list_code(recipe))
-    hidden = _secret_files(recipe)
+    hidden = _list_secret_files(recipe)
     packed = members.collect_code((code for code in codes if not code.is_skeleton), hidden)
     # Only the members are used here. The names that stay out are not reported, because a run brings these
     # files.
@@ -310,6 +315,7 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
 
 def _list_code(recipe: Recipe) -> Iterator[Code]:
     """Yield the user's code that goes into the image: projects of pip steps, and copied folders."""
+    # The index in the folder's name keeps the files of two steps apart.
     for index, step in enumerate(recipe.image.pip):
         if step.project is not None:
             yield Code(
@@ -317,7 +323,7 @@ def _list_code(recipe: Recipe) -> Iterator[Code]:
                 context_folder=install.project_folder(index),
                 where=recipe.where("image", "pip", index, "project"),
                 ignore=step.ignore,
-                is_skeleton=_is_mounted(step) and not skeleton.unfit_reason(step.project),
+                is_skeleton=_is_mounted_by_runs(step) and not skeleton.unfit_reason(step.project),
             )
     for index, copy in enumerate(recipe.image.copy):
         yield Code(
@@ -328,7 +334,7 @@ def _list_code(recipe: Recipe) -> Iterator[Code]:
         )
 
 
-def _is_mounted(step: PipStep) -> bool:
+def _is_mounted_by_runs(step: PipStep) -> bool:
     """Return whether each run mounts its code over the project that `step` installs.
 
     This is the case for an editable project in ``/workspace`` or below it.
@@ -343,7 +349,7 @@ def whole_project_notes(recipe: Recipe) -> Iterator[str]:
     compile it.
     """
     for index, step in enumerate(recipe.image.pip):
-        if step.project is None or not _is_mounted(step):
+        if step.project is None or not _is_mounted_by_runs(step):
             continue
         reason = skeleton.unfit_reason(step.project)
         if reason:
@@ -364,7 +370,7 @@ def pack_early_code(recipe: Recipe) -> PackedCode:
         if copy.after != "pip":
             early_folders.add(render.copy_folder(index))
     codes = [code for code in _list_code(recipe) if code.context_folder in early_folders]
-    return members.collect_code(codes, _secret_files(recipe))
+    return members.collect_code(codes, _list_secret_files(recipe))
 
 
 class _TopEntry(NamedTuple):
@@ -428,6 +434,7 @@ def git_revision(folder: Path) -> str:
         changed = process.run([*git, "status", "--porcelain", "--", *sources.GIT_PATHS], check=False)
     except ToolMissing:
         return ""
+    # Warnings of git may surround the commit in the output.
     commit = re.search(r"^[0-9a-f]{40,64}$", rev_parse.output, re.MULTILINE)
     # A folder inside a repository may have no tracked files, for example a virtual environment. The commit
     # then says nothing about it.
@@ -442,18 +449,18 @@ def list_package_files(recipe: Recipe) -> Iterator[TarMember]:
     """Yield the files for the steps that install packages: certificates, requirements and locked packages."""
     for index, file in enumerate(recipe.image.ca):
         with members.explain_read_errors(file, recipe.where("image", "ca", index), "name another file"):
-            data = files.read_bytes(file)
+            certificate = files.read_bytes(file)
         # The certificates are later joined to one file, so each must end with a line break.
-        yield members.memory_file(render.certificate_file(index), data.rstrip() + b"\n")
+        yield members.memory_file(render.certificate_file(index), certificate.rstrip() + b"\n")
     if recipe.image.used_secrets:
-        yield _template(install.WITH_SECRETS, "with-secrets.sh")
+        yield _read_template(install.WITH_SECRETS, "with-secrets.sh")
     if recipe.lock:
         yield from _list_locked_files(recipe, recipe.lock)
     else:
         yield from _list_requirements_files(recipe)
 
 
-def _template(member: str, name: str) -> TarMember:
+def _read_template(member: str, name: str) -> TarMember:
     """Return the member `member` of the context, with the content of imgkit's template `name`."""
     return members.memory_file(member, (FOLDER / "templates" / name).read_bytes())
 
@@ -468,7 +475,7 @@ def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMemb
         apt_folder = f"imgkit/{install.LOCKED_APT}"
         apt_list = install.render_packages(recipe).encode()
         yield members.empty_folder(apt_folder)
-        yield _template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
+        yield _read_template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
         yield members.memory_file(f"{apt_folder}/{install.PACKAGES}", apt_list)
         yield from _list_kept_files(recipe, apt_folder, lock.apt)
     for step_index in install.pip_step_numbers(recipe):
@@ -480,6 +487,7 @@ def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
 
     These are the requirements file, and wheels that are stored on this machine.
     """
+    # A step without a wheel in the lock is left out of the build, so it needs no files.
     wheels = install.locked_wheels(recipe, number)
     if not wheels:
         return
@@ -498,6 +506,8 @@ def _list_kept_files(
 ) -> Iterator[TarMember]:
     """Yield a member in `folder` for each of `packages` that ``imgkit lock --keep-files`` has stored here.
 
+    The build downloads the other packages itself.
+
     Raises
     ------
     CheckFailed : a stored file has another digest than the lock.
@@ -510,6 +520,7 @@ def _list_kept_files(
         with members.explain_read_errors(file, hint=hint), files.open_regular(file) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             sha256 = files.sha256(stream, 0, size_bytes)
+        # Without this check, the build would fail only after a long time, when it installs the package.
         if sha256 != package.sha256:
             raise CheckFailed(
                 f"its sha256 is {sha256}, and the lock has {package.sha256}",
@@ -525,6 +536,7 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
         program = importlib.resources.files(__package__).joinpath("inside_uv.py").read_bytes()
         yield members.memory_file(install.UV_JSON.context_path, uv_export.export_uv_lock(recipe))
         yield members.memory_file(install.UV_PROGRAM.context_path, program)
+    # A step has either a project or a requirements file, so it yields at most one member of this name.
     for index, step in enumerate(recipe.image.pip):
         member_name = install.requirements_file(index).context_path
         if step.project is not None:
@@ -549,8 +561,8 @@ def _read_requirements(file: Path, where: str) -> bytes:
         image.
     """
     with members.explain_read_errors(file, where, "name another file"):
-        data = files.read_bytes(file)
-    for line_number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
+        content = files.read_bytes(file)
+    for line_number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
         # The check of the recipe has already refused such lines, but the file may have changed since then.
         if requirements.names_other_file(line):
             raise UsageError(
@@ -558,7 +570,7 @@ def _read_requirements(file: Path, where: str) -> bytes:
                 where=f"{file}:{line_number}",
                 hint="copy its lines here; install your own code with pip: [{project: FOLDER}]",
             )
-    return data
+    return content
 
 
 class _ChunkReader(io.RawIOBase):
@@ -576,8 +588,9 @@ class _ChunkReader(io.RawIOBase):
         while not self._rest:
             chunk = next(self._chunks, None)
             if chunk is None:
-                return 0
+                return 0  # the end of the stream
             self._rest = memoryview(chunk)
+        # Copy at most what is left of one chunk. The caller asks again if it needs more.
         count = min(len(buffer), len(self._rest))
         buffer[:count] = self._rest[:count]
         self._rest = self._rest[count:]

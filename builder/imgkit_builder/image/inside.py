@@ -85,11 +85,12 @@ def parse_probe(output: str) -> ImageReport | None:
 
 
 def _parse_result(kind: type[_T], prefix: str, output: str) -> _T | None:
-    """Return the last report in `output`, or None if there is none. Other output of the image is ignored.
+    """Return the last report in `output`, or None if there is none, or if the last one is damaged.
 
     A report is a line with `prefix`, followed by JSON with the fields of `kind`.
     """
     for line in reversed(output.splitlines()):
+        # Other output may come before the report on the same line.
         _, separator, text = line.partition(prefix)
         if not separator:
             continue

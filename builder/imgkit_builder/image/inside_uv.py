@@ -21,7 +21,12 @@ from typing import Any
 
 
 def main(folder: Path) -> int:
-    """Write the requirements and constraints for pip, or print everything that does not fit the base."""
+    """Write the requirements and constraints for pip, and return 0 as the exit code of this program.
+
+    If uv.lock does not fit the base, write nothing, print the reasons and return 1. `folder` contains the
+    files ``uv.json``, the exported uv.lock, and ``constraint.txt``, the base's own versions of torch and
+    related packages.
+    """
     exported = json.loads((folder / "uv.json").read_text(encoding="utf-8"))
     constraint_file = folder / "constraint.txt"
     base = read_pins(constraint_file)
@@ -42,6 +47,7 @@ def main(folder: Path) -> int:
         # The base keeps its own version of this package.
         if name in base:
             continue
+        # A later pip step installs the packages that are left to pip. It gets only the constraint.
         if name not in exported["left_to_pip"]:
             requirements.append(line)
         # A constraint needs no hash. A package from a URL or a folder is left out, because a constraint
@@ -99,6 +105,7 @@ def environment_errors(exported: dict[str, Any]) -> list[str]:
     environments = exported["environments"]
     if environments:
         markers = import_packaging("markers")
+        # Each marker is evaluated for this Python and this machine. One that is true is enough.
         if not any(markers.Marker(environment).evaluate() for environment in environments):
             errors.append(f"the project is only for: {' or '.join(environments)} (tool.uv.environments)")
     return errors
@@ -108,6 +115,7 @@ def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
     """Return an error for each package of the base, such as torch, of which the lock has another release.
 
     Only the release is compared. For example, NVIDIA's own build 2.3.0a0+40ec155e58.nv24.03 counts as 2.3.0.
+    If the release is the same, print that the build of the base stays.
 
     Parameters
     ----------

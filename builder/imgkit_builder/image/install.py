@@ -99,7 +99,9 @@ def constraint_step(recipe: Recipe) -> Step:
                 where=where,
                 hint="letters, digits, '.', '_' and '-', without a version, for example: drop: [flash-attn]",
             )
+    # In the names of distributions, "-", "_" and "." mean the same.
     names = "|".join(re.sub(r"[-_.]+", "[-_.]+", name) for name in constraints.drop)
+    # If the base has no constraint file, write an empty one, because pip fails if the file is missing.
     lines = (
         'if [ -n "${PIP_CONSTRAINT:-}" ]; then',
         f"    sed -E '/^({names})([^A-Za-z0-9._-]|$)/Id' \"$PIP_CONSTRAINT\" > {BASE_CONSTRAINT};",
@@ -119,6 +121,7 @@ def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
     number : the index of the pip step in the recipe, or `UV_STEP` for the uv project.
     pip : the command that runs pip. The build that makes a lock runs another program instead.
     """
+    # The uv project is installed by a step with default settings, which is not in the recipe's list.
     if number == UV_STEP:
         step = PipStep()
         where = recipe.where("image", "uv")
@@ -126,6 +129,7 @@ def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
         step = recipe.image.pip[number]
         where = recipe.where("image", "pip", number)
     command = _install_command(recipe, step, pip)
+    # A lock has priority, because it also lists the wheels of the uv project.
     if recipe.lock:
         command, files = _install_locked(recipe, number, command)
     elif number == UV_STEP:
@@ -146,6 +150,8 @@ def _install_locked(recipe: Recipe, number: int, command: str) -> tuple[str, lis
         files.append(UV_LINKS)
     command += f"{NEXT}    {locked_pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
     command += f"{NEXT}|| {{ echo {shlex.quote(_missing_wheel_advice(recipe))} >&2; exit 1; }}"
+    # The folder of wheels that are stored on this machine. It is copied into the image, and removed again
+    # after the installation.
     wheels = kept_wheels(recipe, number)
     if wheels is not None:
         files.append(wheels)
@@ -159,8 +165,8 @@ def _install_uv(command: str) -> tuple[str, list[ContextFile]]:
     Return the command, and the files of the build context that it needs.
     """
     command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {requirements_file(UV_STEP).path}"
-    # This program selects the packages of uv.lock that fit the base, and writes them to a requirements file
-    # for pip.
+    # This program selects the packages of uv.lock that fit the base, and writes the requirements file and the
+    # constraints that pip then reads. So it runs first.
     return f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}", [UV_JSON, UV_PROGRAM]
 
 
@@ -170,6 +176,7 @@ def _install_packages(step: PipStep, number: int, command: str) -> tuple[str, li
     Return the command, and the files of the build context that it needs.
     """
     files = []
+    # For a project, imgkit writes its dependencies to this file, too.
     if step.requirements is not None or step.project is not None:
         file = requirements_file(number)
         files.append(file)
@@ -206,6 +213,7 @@ def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
     else:
         path = f"{INSIDE}/{context_path}"
         command += path
+        # A definition file removes the folder only once, after the last project.
         docker_command = f"{command}{NEXT}&& rm -rf {INSIDE}/project"
     return Step(
         origin=origin,
@@ -355,6 +363,7 @@ def locked_pip_options(recipe: Recipe, number: int) -> str:
         options += f" --no-index{NEXT}    --find-links {UV_LINKS.path}"
     elif all(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
         options += " --no-index"
+    # The folder of the stored wheels, if there are any.
     folder = kept_wheels(recipe, number)
     if folder is not None:
         options += f"{NEXT}    --find-links {folder.path}"
@@ -370,7 +379,7 @@ def render_requirements(recipe: Recipe, number: int) -> str:
     """Return the requirements file of pip step `number` for a build with a lock.
 
     It contains the options of the recipe's own requirements file, such as the index, and a line with a hash
-    for each wheel.
+    for each wheel. `number` is the index of the step in the recipe, or `UV_STEP` for the uv project.
     """
     lines = []
     if number != UV_STEP:
@@ -378,7 +387,8 @@ def render_requirements(recipe: Recipe, number: int) -> str:
         if file is not None:
             lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
     for wheel in locked_wheels(recipe, number):
-        # If the recipe names a wheel by its URL, no index may have the wheel, so pip needs the URL again.
+        # If the recipe names a wheel by its URL (`direct`), no index may have the wheel, so pip needs the URL
+        # again. A file that is stored here needs no URL. The URLs of uv's wheels are in the page `UV_LINKS`.
         requirement = f"{wheel.name}=={wheel.version}"
         if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
             requirement = f"{wheel.name} @ {wheel.url}"

@@ -75,9 +75,9 @@ class PackedCode:
 
 
 def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
-    """Return the members for all `codes`, without the `hidden` files.
+    """Return the members (files and folders of the context's tar) for all `codes`, without `hidden` files.
 
-    The content of files is not read yet.
+    Their content is not read yet. The result also has the names that stay out for another reason.
 
     Raises
     ------
@@ -90,11 +90,12 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
     for code in codes:
         with explain_read_errors(code.source, code.where, "name another source"):
             status = code.source.stat()
+        # The folder itself is a member, too, so that it also exists if the source is empty.
         folder = empty_folder(code.context_folder)
         # A source can also be a single file. It is put into its folder of the context.
         if not stat.S_ISDIR(status.st_mode):
             name = f"{code.context_folder}/{code.source.name}"
-            members[code] = (folder, _regular_file(code.source, name, status, code.where))
+            members[code] = (folder, _make_file_member(code.source, name, status, code.where))
             continue
         with explain_read_errors(code.source):
             listing = sources.list_source(code.source, code.ignore, hidden=hidden)
@@ -113,15 +114,16 @@ def _list_members(code: Code, entries: Iterable[sources.SourceEntry]) -> Iterato
     for item in entries:
         path = Path(item.entry.path)
         name = f"{code.context_folder}/{item.name}"
+        # A link to a folder is packed as a link, not as the folder.
         if item.entry.is_dir(follow_symlinks=False):
             yield empty_folder(name)
         elif item.entry.is_symlink():
             yield _link(path, name, root)
         else:
-            yield _regular_file(path, name, path.lstat(), code.where)
+            yield _make_file_member(path, name, path.lstat(), code.where)
 
 
-def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
+def _make_file_member(path: Path, name: str, status: os.stat_result, where: str) -> TarMember:
     """Return the member `name` for the file `path`.
 
     Raises
@@ -133,7 +135,7 @@ def _regular_file(path: Path, name: str, status: os.stat_result, where: str) -> 
         kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(status.st_mode), "a device")
         problem = f"{path} is {kind}, and only files, folders and links go into an image"
-        raise UsageError(problem, where=where, hint=_ignore_hint(path))
+        raise UsageError(problem, where=where, hint=_suggest_ignore(path))
     mode = 0o644
     if status.st_mode & stat.S_IXUSR:
         mode = 0o755
@@ -154,7 +156,7 @@ def _link(path: Path, name: str, root: Path) -> TarMember:
         raise UsageError(
             f"a link out of the copied folder, to {target}",
             where=str(path),
-            hint=f"make it a relative link inside {root}, replace it by a copy, or {_ignore_hint(path)}",
+            hint=f"make it a relative link inside {root}, replace it by a copy, or {_suggest_ignore(path)}",
         )
     return TarMember(name=name, kind=tarfile.SYMTYPE, mode=0o777, link=str(target))
 
@@ -169,11 +171,11 @@ def explain_read_errors(path: Path, where: str = "", hint: str = "") -> Iterator
         raise UsageError(
             f"{file}: cannot be read: {error.strerror}",
             where=where or None,
-            hint=hint or f"chmod u+rX it, or {_ignore_hint(file)}",
+            hint=hint or f"chmod u+rX it, or {_suggest_ignore(file)}",
         ) from error
 
 
-def _ignore_hint(path: Path) -> str:
+def _suggest_ignore(path: Path) -> str:
     return f"add {path.name!r} to this copy's `ignore`"
 
 
@@ -189,13 +191,13 @@ def tar_size(members: Iterable[TarMember]) -> int:
     size_bytes = len(END)
     for member in members:
         padding_bytes = -member.size_bytes % tarfile.BLOCKSIZE
-        size_bytes += len(_header(member)) + member.size_bytes + padding_bytes
+        size_bytes += len(_make_header(member)) + member.size_bytes + padding_bytes
     return size_bytes
 
 
 def member_chunks(member: TarMember) -> Iterator[bytes]:
     """Yield the part of the tar that contains `member`: its header, its content and padding."""
-    yield _header(member)
+    yield _make_header(member)
     yield from _read_content(member)
     # The content of each member is padded to whole blocks.
     yield bytes(-member.size_bytes % tarfile.BLOCKSIZE)
@@ -228,7 +230,7 @@ def unpack_members(stream: BinaryIO, folder: Path) -> dict[str, str]:
     return links
 
 
-def _header(member: TarMember) -> bytes:
+def _make_header(member: TarMember) -> bytes:
     """Return the tar header of `member`. It does not depend on the user or the time."""
     header = tarfile.TarInfo(member.name)
     header.type = member.kind
@@ -256,25 +258,28 @@ def _read_content(member: TarMember) -> Iterator[bytes]:
             # Request one byte more than expected. If the read returns it, the file has grown.
             chunk = stream.read(min(files.CHUNK_BYTES, unread_bytes + 1))
             if len(chunk) > unread_bytes:
-                raise _changed_size_error(member.source, "grew")
+                raise _make_size_error(member.source, "grew")
             if not chunk:
                 break
             unread_bytes -= len(chunk)
             yield chunk
     if unread_bytes:
-        raise _changed_size_error(member.source, "shrank")
+        raise _make_size_error(member.source, "shrank")
 
 
-def _changed_size_error(file: Path, change: str) -> UsageError:
+def _make_size_error(file: Path, change: str) -> UsageError:
     """Return the error for a file whose size has changed. `change` is ``grew`` or ``shrank``."""
     return UsageError(
         f"{file} {change} while it was read",
-        hint=f"build again when no program writes to it, or {_ignore_hint(file)}",
+        hint=f"build again when no program writes to it, or {_suggest_ignore(file)}",
     )
 
 
 def find_text(members: Iterable[TarMember], texts: Collection[bytes]) -> str | None:
-    """Return the name of the first member whose content contains one of `texts`, or None."""
+    """Return the name of the first member whose content contains one of `texts`, or None.
+
+    `texts` must not be empty.
+    """
     longest = max(len(text) for text in texts)
     for member in members:
         previous_end = b""

@@ -110,14 +110,15 @@ def render_build_definition(
 
     Parameters
     ----------
-    base, platform : as in `render_dockerfile`.
+    base : the base image, if it differs from the base in the recipe.
+    platform : the platform, which appears only in a comment.
     bootstrap : the kind of source for the base. ``docker`` is a registry, ``localimage`` a file, and ``oci``
         a folder.
     source : the location of the base. By default it is the name of the base.
 
     Raises
     ------
-    UsageError : as in `render_definition`.
+    UsageError : a value cannot be written in a definition file, or the recipe uses build secrets.
     """
     layers = build_layers(recipe, base=base, platform=platform)
     if layers.uses_secrets:
@@ -154,6 +155,7 @@ def find_origin(text: str, line: int) -> str:
     ``mn5.yaml:12-14, mn5-llm.yaml:3``. For a step that imgkit adds itself, the result is ``imgkit: `` and the
     purpose of the step. For a line above all instructions, the result is empty.
     """
+    # The nearest such comment above the line belongs to its instruction.
     for earlier_line in reversed(text.split("\n")[:line]):
         match = TRACE.fullmatch(earlier_line)
         if match is not None:
@@ -172,9 +174,10 @@ def _fill_template(name: str, layers: Layers, **values: object) -> str:
         docker_value=_docker_value,
         sh_value=lambda value, key: install.shell_value(key, value),
         docker_key=_docker_key,
-        copy_arguments=_copy_arguments,
-        copy_file=_copy_file,
+        copy_arguments=_render_copy_arguments,
+        copy_file=_render_copy,
     )
+    # Not `dataclasses.asdict`, which would also convert the objects in the fields, such as steps.
     fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(layers)}
     return jinja.get_template(name).render({**values, **fields}, trust=TRUST)
 
@@ -217,7 +220,7 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
     copied = [INSIDE]
     if layers.ca:
         copied += [file.path for file in layers.ca.files]
-    yield _imgkit_step(
+    yield _make_imgkit_step(
         "copied files have the same modes, whatever umask copied them",
         f"chmod -R u=rwX,go=rX {' '.join(copied)}",
     )
@@ -240,13 +243,13 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
         # The section `%files` has copied the project to INSIDE. An editable project must be copied to its own
         # folder.
         if folder.path != f"{INSIDE}/{folder.context_path}":
-            command = f"{_copy_command(folder)}\n{command}"
+            command = f"{_render_copy_command(folder)}\n{command}"
         yield Step(origin=project.origin, command=command)
     if layers.projects:
-        yield _imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
+        yield _make_imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
     yield from _list_copy_steps(layers.copy)
     if layers.copy:
-        yield _imgkit_step("the copies are in their places", f"rm -rf {INSIDE}/copy")
+        yield _make_imgkit_step("the copies are in their places", f"rm -rf {INSIDE}/copy")
     yield from _list_commands(layers.run_after_copy, workdir.text)
 
 
@@ -261,7 +264,7 @@ def _add_parentheses(step: Step) -> Step:
     return dataclasses.replace(step, command=f"({step.command})")
 
 
-def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()) -> Step:
+def _make_imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()) -> Step:
     """Return a step that imgkit adds to the steps of the recipe.
 
     `purpose` appears in the comment above it.
@@ -272,7 +275,7 @@ def _imgkit_step(purpose: str, command: str, files: tuple[ContextFile, ...] = ()
 def _list_copy_steps(copies: Iterable[ContextFile]) -> Iterator[Step]:
     """Yield a step for each of `copies`, which copies the user's files to their folder in the image."""
     for copy in copies:
-        yield Step(origin=copy.origin, command=_copy_command(copy))
+        yield Step(origin=copy.origin, command=_render_copy_command(copy))
 
 
 def _list_commands(steps: Iterable[Step], folder: str) -> Iterator[Step]:
@@ -290,7 +293,7 @@ def _export(variables: Mapping[str, str]) -> str:
     return f"export {NEXT.join(values)}"
 
 
-def _copy_command(code: ContextFile) -> str:
+def _render_copy_command(code: ContextFile) -> str:
     """Return shell commands that copy a folder of the build context to its path in the image."""
     target = shlex.quote(code.path)
     return f"mkdir -p -- {target}\ncp -RP -- {INSIDE}/{code.context_path}/. {target}"
@@ -319,7 +322,7 @@ def _docker_key(value: str) -> str:
     return docker_quote(value)
 
 
-def _copy_arguments(paths: Sequence[str]) -> str:
+def _render_copy_arguments(paths: Sequence[str]) -> str:
     """Return the JSON form of the arguments of COPY.
 
     Some characters are escaped twice, because the builder expands ``$`` and quotes even after it has decoded
@@ -329,10 +332,10 @@ def _copy_arguments(paths: Sequence[str]) -> str:
     return json.dumps(escaped_paths, ensure_ascii=False)
 
 
-def _copy_file(file: ContextFile) -> str:
+def _render_copy(file: ContextFile) -> str:
     """Return the JSON form of the arguments of COPY, for a file or for the content of a folder."""
     slash = "/" if file.is_folder else ""
-    return _copy_arguments([f"{file.context_path}{slash}", f"{file.path}{slash}"])
+    return _render_copy_arguments([f"{file.context_path}{slash}", f"{file.path}{slash}"])
 
 
 # Compile the entry points during the build, because a read-only image would compile them at every start. The
@@ -361,7 +364,9 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
 
     Parameters
     ----------
-    base, platform, base_user : as in `render_dockerfile`.
+    base : the base image, if it differs from the base in the recipe.
+    platform : the platform, which appears only in a comment.
+    base_user : the user of the base. Empty means root, or unknown.
 
     Raises
     ------
@@ -381,7 +386,7 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
         args = _block(recipe, "args", image.args)
     ca = None
     if image.ca:
-        ca = _certificates_step(recipe)
+        ca = _make_certificates_step(recipe)
     origins: tuple[ContextFile, ...] = ()
     if recipe.lock:
         origins = (ContextFile(context_path=install.LOCK_TOML, path=f"{INSIDE}/lock.toml"),)
@@ -404,7 +409,7 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
         env=_env(recipe),
         workdir=Text(origin=workdir_origin, text=image.workdir),
         run=_list_run_steps(recipe, "pip"),
-        install_wheel=_install_wheel(),
+        install_wheel=_make_wheel_step(),
         projects=_list_project_steps(recipe),
         copy=_list_copies(recipe, "pip"),
         origins=origins,
@@ -419,6 +424,7 @@ def _refuse_line_ends(recipe: Recipe) -> None:
     Commands may have several lines, because they are quoted.
     """
     for path, value in _list_texts(dataclasses.asdict(recipe.image), ("image",)):
+        # Remove line breaks that are allowed. The check below still finds \r and NUL.
         if path[-1] == "command":
             value = value.replace("\n", "")
         if re.search(r"[\n\r\0]", value):
@@ -429,10 +435,10 @@ def _refuse_line_ends(recipe: Recipe) -> None:
 
 def _list_apt_steps(recipe: Recipe) -> tuple[Step, ...]:
     """Return the step that installs Debian packages, or an empty tuple if there are no packages."""
-    packages = recipe.lock.apt if recipe.lock else recipe.image.apt
-    if not packages:
+    apt_packages = recipe.lock.apt if recipe.lock else recipe.image.apt
+    if not apt_packages:
         return ()
-    return (install.apt_step(recipe, _origins(recipe, "apt", range(len(recipe.image.apt)))),)
+    return (install.apt_step(recipe, _format_origins(recipe, "apt", range(len(recipe.image.apt)))),)
 
 
 def _list_pip_steps(recipe: Recipe) -> tuple[Step, ...]:
@@ -474,11 +480,11 @@ def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _install_wheel() -> Step:
+def _make_wheel_step() -> Step:
     """Return the step that installs imgkit's entry points."""
     name = wheel.wheel_name()
     path = f"{INSIDE}/{name}"
-    return _imgkit_step(
+    return _make_imgkit_step(
         "no index, no dependencies; forced, because a changed wheel can have the same version",
         # This step needs no constraints. With the base's PIP_CONSTRAINT, pip would fail if the file it names
         # is missing.
@@ -518,7 +524,11 @@ def copy_folder(number: int) -> str:
 
 
 def _list_texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
-    """Yield every text and key in a nested value of a recipe, with its path: ``("image", "env", "A")``."""
+    """Yield every text and key in a nested value of a recipe, with its path: ``("image", "env", "A")``.
+
+    Values of other types, such as numbers, are skipped.
+    """
+    # A text is also a sequence, so it comes first.
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, Mapping):
@@ -535,6 +545,7 @@ def _base(recipe: Recipe, override: str | None) -> Text:
 
     If the recipe has a lock, the base is the exact image of the lock, unless `override` names another one.
     """
+    # The origin appears in the comment above FROM, and in errors about it.
     where = recipe.where("image", "base")
     # The lock identifies the base exactly, so that a moved tag does not change the image.
     if recipe.lock and override in (None, recipe.lock.base.exact):
@@ -544,7 +555,7 @@ def _base(recipe: Recipe, override: str | None) -> Text:
     return Text(origin=f"--base (instead of {recipe.image.base}, {where})", text=override)
 
 
-def _certificates_step(recipe: Recipe) -> Step:
+def _make_certificates_step(recipe: Recipe) -> Step:
     """Return the step that makes the image trust the recipe's certificates.
 
     It comes before the first access to the network, which may go through a proxy with such a certificate.
@@ -563,36 +574,37 @@ def _certificates_step(recipe: Recipe) -> Step:
         "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
-    return Step(origin=_origins(recipe, "ca", indices), files=tuple(files), command=NEXT.join(lines))
+    return Step(origin=_format_origins(recipe, "ca", indices), files=tuple(files), command=NEXT.join(lines))
 
 
 def _list_run_steps(recipe: Recipe, after: str) -> tuple[Step, ...]:
     """Return the user's commands that run after the step `after`: ``base``, ``apt``, ``pip`` or ``copy``."""
     commands = enumerate(recipe.image.run)
-    return tuple(_run_step(recipe, index, run) for index, run in commands if run.after == after)
+    return tuple(_make_run_step(recipe, index, run) for index, run in commands if run.after == after)
 
 
-def _run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
+def _make_run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
     """Return the step of a user's command, quoted for a Dockerfile and for a definition file.
 
     `number` is the index of the command in the recipe.
     """
-    text = command.command.strip()
-    has_lines = "\n" in text
+    user_command = command.command.strip()
+    has_lines = "\n" in user_command
     if has_lines:
         # With -e, the first line that fails ends the step. Without it, the shell would continue with the next
         # line.
-        argv: tuple[str, ...] = ("/bin/sh", "-ec", text)
-        shell_command = f"sh -ec {_quote_on_one_line(text)}"
+        argv: tuple[str, ...] = ("/bin/sh", "-ec", user_command)
+        shell_command = f"sh -ec {_quote_on_one_line(user_command)}"
     else:
-        argv = ("/bin/sh", "-c", text)
-        shell_command = f"sh -c {shlex.quote(text)}"
-    docker_command = text
-    needs_exec_form = has_lines or _is_docker_syntax(text)
+        argv = ("/bin/sh", "-c", user_command)
+        shell_command = f"sh -c {shlex.quote(user_command)}"
+    docker_command = user_command
+    needs_exec_form = has_lines or _is_docker_syntax(user_command)
     if command.secrets:
         argv = (*install.secret_argv(recipe, command.secrets), *argv)
         shell_command = install.secret_prefix(recipe, command.secrets, "") + shell_command
         docker_command = shell_command
+        # The text no longer begins the command, so Docker cannot take it for its own syntax.
         needs_exec_form = has_lines
     if needs_exec_form:
         # The exec form of RUN, a JSON list, keeps the text unchanged, including its line breaks.
@@ -637,6 +649,7 @@ def _labels(recipe: Recipe) -> Block:
     description = " ".join(recipe.description.split())
     if description:
         labels["org.opencontainers.image.description"] = description
+    # The recipe may replace the labels above, but not those below: imgkit reads them itself.
     labels |= recipe.image.labels
     labels |= {
         "imgkit.recipe": recipe.name,
@@ -654,11 +667,11 @@ def _block(recipe: Recipe, key: str, entries: Mapping[str, str], default_origin:
     `entries` may contain more than the values of ``image.KEY``. If the recipe sets none of them,
     `default_origin` is used instead of the lines.
     """
-    origin = _origins(recipe, key, getattr(recipe.image, key))
+    origin = _format_origins(recipe, key, getattr(recipe.image, key))
     return Block(origin=origin or default_origin, entries=entries)
 
 
-def _origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
+def _format_origins(recipe: Recipe, key: str, items: Iterable[str | int]) -> str:
     """Return the lines of the recipe that set `items` of ``image.KEY``.
 
     For example, ``mn5.yaml:12-14, mn5-llm.yaml:3``.

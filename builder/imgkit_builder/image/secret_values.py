@@ -45,6 +45,7 @@ def read_secrets(recipe: Recipe) -> SecretValues:
     lines = set()
     used_secrets = recipe.image.used_secrets
     for index, secret in enumerate(recipe.image.secrets):
+        # Only secrets that a step uses must be set on this machine.
         if secret.id not in used_secrets:
             continue
         where = recipe.where("image", "secrets", index)
@@ -102,6 +103,7 @@ def refuse_secrets_in(context: BuildContext, values: SecretValues) -> None:
     if member_name is None:
         return
     file = member_name
+    # The user knows the path below the source, not the one in the context.
     if member_name.startswith(("copy/", "project/")):
         _, _, file = member_name.split("/", 2)  # "copy/0/a.py" -> "a.py"
     raise UsageError(

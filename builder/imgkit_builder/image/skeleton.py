@@ -104,7 +104,7 @@ def unfit_reason(project: Path) -> str:
 
 
 def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember, ...]:
-    """Select the files that pip needs to install an editable project.
+    """Select the files that pip needs to install an editable project, whose code each run mounts.
 
     `members` are all files and folders of the project. The result contains pyproject.toml, the files to which
     it refers, and the folders in which the build backend looks for packages. The content of top-level modules
@@ -124,8 +124,9 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
         elif project.is_module(name):
             skeleton[name] = memory_file(member.name, _STUB)
     # Add the folders that contain these files.
-    for name in _list_parents(skeleton) & members_by_name.keys():
+    for name in _collect_parents(skeleton) & members_by_name.keys():
         skeleton.setdefault(name, members_by_name[name])
+    # Keep the order of `members`, because the parents were added last.
     return tuple(skeleton[name] for name in members_by_name if name in skeleton)
 
 
@@ -147,16 +148,17 @@ class _Project:
 
     @classmethod
     def read(cls, folder: Path, names: Collection[str]) -> _Project:
-        """Read the files in `folder` that configure the build backend.
+        """Make an object from the files in `folder` that configure the build backend.
 
         `names` are the paths of all files and folders of the project, relative to `folder`.
         """
         pyproject = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
         references = _list_references(pyproject, setup_cfg, _read_text(folder / "setup.py"))
-        module_name = canonical_name(str(_project_table(pyproject).get("name", ""))).replace("-", "_")
+        module_name = canonical_name(str(_get_metadata(pyproject).get("name", ""))).replace("-", "_")
         python_files = [name for name in names if name.endswith(".py")]
-        python_folders = _list_parents(python_files)
+        python_folders = _collect_parents(python_files)
+        # The module of the project has the name of the project, or a name in its configuration.
         modules = {module_name, *references}
         backend = _table(pyproject, "build-system").get("build-backend", _SETUPTOOLS)
         if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
@@ -164,8 +166,8 @@ class _Project:
             modules.update(name.removesuffix(".py") for name in python_files)
         return cls(
             references=references,
-            license_patterns=tuple(_license_patterns(pyproject)),
-            version_modules=tuple(_version_modules(pyproject, setup_cfg, module_name)),
+            license_patterns=tuple(_list_license_patterns(pyproject)),
+            version_modules=tuple(_list_version_modules(pyproject, setup_cfg, module_name)),
             # setup.py and conftest.py belong to tools. They are no modules of the project.
             modules=frozenset(modules - {"setup", "conftest"}),
             python_folders=python_folders,
@@ -180,7 +182,7 @@ class _Project:
             return True
         module = name.removesuffix("/__init__.py").removesuffix(".py")
         if module == name:
-            return False
+            return False  # not a Python file
         # The module may be in the project's folder, or in a subfolder such as `src`.
         _, _, module_in_folder = module.partition("/")
         return module in self.version_modules or module_in_folder in self.version_modules
@@ -197,6 +199,7 @@ class _Project:
         """Return whether the build backend may need the folder `name` to find the packages."""
         if name == ".":
             return True
+        # The configuration may name a folder by its path, or by the name of its package: "letters.model".
         if name in self.references or name.replace("/", ".") in self.references:
             return True
         top_folder, _, _ = name.partition("/")
@@ -204,7 +207,7 @@ class _Project:
             return False
         # Folders inside a package are not needed, because the editable installation refers only to the
         # package itself.
-        return not any(parent in self.packages for parent in _parents(name))
+        return not any(parent in self.packages for parent in _iterate_parents(name))
 
     def _may_hold_packages(self, top: str) -> bool:
         """Return whether the build backend may look for packages in the top-level folder `top`.
@@ -233,9 +236,9 @@ def _list_references(content: Mapping[str, Any], setup_cfg: str, setup_py: str) 
     return frozenset(posixpath.normpath(text) for text in texts if text)
 
 
-def _list_parents(names: Iterable[str]) -> frozenset[str]:
+def _collect_parents(names: Iterable[str]) -> frozenset[str]:
     """Return the folders above all of `names`."""
-    return frozenset(folder for name in names for folder in _parents(name))
+    return frozenset(folder for name in names for folder in _iterate_parents(name))
 
 
 def _is_init(name: str) -> bool:
@@ -243,7 +246,7 @@ def _is_init(name: str) -> bool:
     return posixpath.basename(name) == "__init__.py"
 
 
-def _parents(name: str) -> Iterator[str]:
+def _iterate_parents(name: str) -> Iterator[str]:
     """Yield the folders above `name`, and last the project's folder, ``.``.
 
     ``a/b/c`` gives ``a/b``, ``a``, ``.``.
@@ -264,7 +267,7 @@ def _read_text(path: Path) -> str:
 def _read_toml(project: Path) -> Mapping[str, Any]:
     """Return the content of pyproject.toml.
 
-    If the file is damaged, the result is empty. A check of the recipe reports that problem.
+    If the file is missing or damaged, the result is empty. A check of the recipe reports that problem.
     """
     try:
         content: Mapping[str, Any] = problems.parse_toml(_read_text(project / PYPROJECT))
@@ -283,7 +286,7 @@ def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", table)
 
 
-def _project_table(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _get_metadata(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the metadata of the project. Values in ``project`` override those in Poetry's own table."""
     return {**_table(content, "tool", "poetry"), **_table(content, "project")}
 
@@ -311,7 +314,7 @@ def _list_texts(value: object) -> Iterator[str]:
             yield from _list_texts(item)
 
 
-def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
+def _list_license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
     """Yield the patterns that match the project's license files."""
     for table in (_table(content, "project"), _table(content, "tool", "setuptools")):
         patterns = table.get("license-files", [])
@@ -320,7 +323,7 @@ def _license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _LICENSES
 
 
-def _version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: str) -> Iterator[str]:
+def _list_version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: str) -> Iterator[str]:
     """Yield the modules from which the build backend may read the version: ``letters/version``.
 
     They are paths without a suffix. The skeleton must contain the content of these modules. `module_name` is
@@ -355,6 +358,7 @@ def _is_declarative_node(node: ast.AST) -> bool:
     """Return whether a node in the syntax tree of a setup.py may be part of a plain call of ``setup``.
 
     Imports of setuptools, names such as ``find_packages``, and keywords that do not compile code are allowed.
+    Nodes of any other kind are allowed, because the names and keywords in them are nodes of their own.
     """
     if isinstance(node, ast.Import):
         return [item.name for item in node.names] == ["setuptools"]

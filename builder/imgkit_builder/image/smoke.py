@@ -40,10 +40,12 @@ def check_image(run: Runner, *, arch: str, manifest: Manifest | None) -> tuple[C
     report = inside.parse_probe(finished.output)
     if report is None:
         problem = _last_line(finished.output, f"exit code {finished.returncode}")
+        # Without a report there is nothing to compare, so this check is the only one.
         hint = "the architecture differs, or the image has no Python: imgkit show IMAGE, imgkit doctor"
         return (_make_check("python", problem=f"python3 does not run: {problem}", hint=hint),)
     own_manifest, manifest_check = _check_manifest(report, manifest)
     provenance = manifest or own_manifest
+    # The versions in the base, with which those in the image are compared.
     probe = Probe(skipped="an image of others has no manifest, and its base is unknown")
     if provenance:
         probe = provenance.base.probe
@@ -99,6 +101,7 @@ def _make_check(name: str, fact: str = "", *, problem: str = "", hint: str = "",
     hint : what the user can do about the problem.
     missing : why the check is skipped, such as ``the image has no torch``.
     """
+    # A problem has priority, so a caller can always pass the fact and the hint.
     if problem:
         return Check(name, "fail", problem, hint)
     return Check(name, "ok" if fact else "skip", fact or missing)
@@ -138,6 +141,7 @@ def _check_torch(report: ImageReport, probe: Probe) -> Check:
     )
     problem = ""
     fact = report.torch
+    # The base was run, so its version is known.
     if not probe.skipped:
         problem = _describe_difference(report.torch, probe.torch)
     elif fact:
@@ -185,16 +189,17 @@ def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Man
     The manifest is None if it cannot be read. If `expected` is None, the check only requires that it can be
     read.
     """
-    text = report.files.get(MANIFEST_JSON)
-    if text is None:
+    manifest_text = report.files.get(MANIFEST_JSON)
+    if manifest_text is None:
         hint = f"imgkit did not build this image; {_REBUILD_HINT}"
         return None, _make_check("manifest", problem=f"no {MANIFEST_JSON}", hint=hint)
     try:
-        own_manifest = manifests.from_json(text)
+        own_manifest = manifests.from_json(manifest_text)
     except UsageError as error:
         return None, _make_check("manifest", problem=error.what, hint=error.hint or _REBUILD_HINT)
+    # Equal manifests have equal text, so any other text means that the build did not write this file.
     problem = ""
-    if expected is not None and text != manifests.to_json(expected):
+    if expected is not None and manifest_text != manifests.to_json(expected):
         problem = f"it names recipe {own_manifest.recipe} {own_manifest.recipe_sha256[:12]}, not this build"
     hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
     return own_manifest, _make_check(
@@ -205,11 +210,11 @@ def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Man
 def _check_system(report: ImageReport) -> Check:
     """Check that the image contains a readable system.json, with the facts about its system."""
     path = str(system.SYSTEM_JSON)
-    text = report.files.get(path)
-    if text is None:
+    system_text = report.files.get(path)
+    if system_text is None:
         return _make_check("system", problem=f"no {path}", hint=_REBUILD_HINT)
     try:
-        facts = system.from_json(text)
+        facts = system.from_json(system_text)
     except (ValueError, TypeError, KeyError) as error:
         return _make_check("system", problem=f"{path} cannot be read: {error}", hint=_REBUILD_HINT)
     return _make_check("system", f"{facts.title or '(no title)'}, {facts.scheduler}")

@@ -71,7 +71,7 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         # torch.
         beside_torch = _read_export([*argv, "--prune", "torch"], uv.project)
         pyproject = _read_pyproject(uv.project)
-        outdated = _find_outdated(pyproject, requirements, uv)
+        outdated = _find_unmet_requirement(pyproject, requirements, uv)
         options = index_options(recipe)
     except ToolFailed as error:
         raise UsageError(f"its uv.lock cannot be used: {error.what}", where=where, hint=error.hint) from error
@@ -83,11 +83,11 @@ def export_uv_lock(recipe: Recipe) -> bytes:
             where=where,
             hint=f"write it again: uv lock --project {uv.project}",
         )
-    left_to_pip = set(_names_in_pip_steps(recipe))
+    left_to_pip = set(_list_names_in_pip_steps(recipe))
     _refuse_unlocked(beside_torch, left_to_pip, where)
     content = {
         "requires_python": pyproject["project"].get("requires-python", ""),
-        "environments": _uv_settings(pyproject).get("environments", []),
+        "environments": _read_uv_settings(pyproject).get("environments", []),
         "index_options": options,
         "left_to_pip": sorted(left_to_pip),
         "requirements": requirements,
@@ -95,21 +95,21 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     }
     # This JSON is copied into the image. The URL of a repository that a pip step builds may contain a
     # password.
-    text = _CREDENTIALS.sub("://", json.dumps(content, indent=1))
-    return f"{text}\n".encode()
+    json_without_credentials = _CREDENTIALS.sub("://", json.dumps(content, indent=1))
+    return f"{json_without_credentials}\n".encode()
 
 
-def _uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
+def _read_uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
     """Return the table ``tool.uv`` of a pyproject.toml, which is empty if there is none."""
     settings: dict[str, Any] = pyproject.get("tool", {}).get("uv", {})
     return settings
 
 
-def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> str:
+def _find_unmet_requirement(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -> str:
     """Return the first requirement of the project that uv.lock does not meet, or an empty text.
 
-    For example, ``numpy>=2, and uv.lock has 1.26``. Requirements that cannot apply to an image, such as those
-    for Windows, are skipped.
+    For example, ``numpy>=2, and uv.lock has 1.26``, if pyproject.toml was changed after the lock was made.
+    Requirements that cannot apply to an image, such as those for Windows, are skipped.
 
     Parameters
     ----------
@@ -121,8 +121,9 @@ def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -
 
     locked_versions = _list_locked_versions(lines)
     # An override replaces the project's requirement for a package, so that requirement does not apply.
-    overrides = _uv_settings(pyproject).get("override-dependencies", [])
+    overrides = _read_uv_settings(pyproject).get("override-dependencies", [])
     ignored = {requirement_name(requirement_text) for requirement_text in overrides}
+    # An extra may require other extras of the project itself, which is not in the exported lines.
     ignored.add(canonical_name(pyproject["project"]["name"]))
     environments = _list_environments(pyproject)
     for requirement_text in _list_requirements(pyproject, uv):
@@ -135,7 +136,7 @@ def _find_outdated(pyproject: dict[str, Any], lines: list[str], uv: UvProject) -
         if name not in locked_versions:
             return f"{requirement_text}, which uv.lock lacks"
         versions = locked_versions[name]
-        # A package from a URL has no version to compare.
+        # A package from a URL has no version to compare. A pre-release counts, because uv has chosen it.
         matching_versions = [*requirement.specifier.filter(versions, prereleases=True)]
         if versions and not matching_versions:
             return f"{requirement_text}, and uv.lock has {', '.join(versions)}"
@@ -167,7 +168,7 @@ def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str
     groups = {canonical_name(group) for group in uv.groups}
     for group, requirements in pyproject.get("dependency-groups", {}).items():
         if canonical_name(group) in groups:
-            # An item of a group that includes another group is a table and not a text.
+            # An item that includes another group is a table and not a text. It is skipped.
             yield from (item for item in requirements if isinstance(item, str))
 
 
@@ -180,7 +181,7 @@ def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
     from packaging.markers import Marker
     from packaging.specifiers import SpecifierSet
 
-    markers = [Marker(text) for text in _uv_settings(pyproject).get("environments", [])]
+    markers = [Marker(text) for text in _read_uv_settings(pyproject).get("environments", [])]
     requires_python = SpecifierSet(pyproject["project"].get("requires-python", ""))
     environments = []
     # Evaluate markers for every combination, since the base is not known on this machine.
@@ -242,7 +243,7 @@ def _read_export(argv: list[str], project: Path) -> list[str]:
     return re.sub(r" \\\n *", " ", output).splitlines()
 
 
-def _names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
+def _list_names_in_pip_steps(recipe: Recipe) -> Iterator[str]:
     """Yield the names of the packages that the recipe's pip steps install.
 
     A pip step can build a package from source. The step for uv.lock cannot, because it installs only wheels.
@@ -285,7 +286,7 @@ def index_options(recipe: Recipe) -> list[str]:
     if uv is None:
         return []
     options = []
-    for index in _uv_settings(_read_pyproject(uv.project)).get("index", []):
+    for index in _read_uv_settings(_read_pyproject(uv.project)).get("index", []):
         url = str(index.get("url", ""))
         # A user or password in the URL comes before an "@".
         if not re.fullmatch(r"https?://[^\s@]+", url) or hide_secrets(url) != url:

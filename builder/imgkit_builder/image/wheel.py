@@ -58,6 +58,7 @@ def make_wheel() -> bytes:
         contents[f"{scripts}{command.name}"] = shim_text(command).encode()
     contents[f"{_DIST_INFO}/METADATA"] = _METADATA.encode()
     contents[f"{_DIST_INFO}/WHEEL"] = _WHEEL.encode()
+    # RECORD lists the digests of all other files, so it is made last.
     contents = dict(sorted(contents.items()))
     contents[f"{_DIST_INFO}/RECORD"] = _record(contents)
     buffer = io.BytesIO()
@@ -76,6 +77,7 @@ def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
 
     The names begin with `PACKAGE`.
     """
+    # The installed package itself is the source, so the image gets the same version of it.
     root = Path(imgkit_entrypoints.__file__).parent
     contents = []
     for path in root.rglob("*"):

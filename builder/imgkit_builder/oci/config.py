@@ -51,7 +51,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
     Parameters
     ----------
     where : the file or image, for the error message.
-    image_id : the image id, if the caller knows it. By default it is the digest of `raw`.
+    image_id : the image id, if `raw` is not the original document. By default it is the digest of `raw`.
 
     Raises
     ------
@@ -62,6 +62,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
         diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
         if not all(_DIGEST.fullmatch(diff_id) for diff_id in diff_ids):
             raise ValueError("a layer digest is not a sha256")
+        # These names are later written to other files, and the image may be of unknown origin.
         os = values.get("os") or ""
         arch = values["architecture"]
         if not _NAME.fullmatch(arch) or (os and not _NAME.fullmatch(os)):
@@ -118,5 +119,5 @@ def creation_time_s(created: str) -> int:
         when = datetime.datetime(*map(int, match.groups()), tzinfo=datetime.timezone.utc)  # type: ignore[misc,arg-type]
     except ValueError:
         return 0
-    # Squashfs stores times as unsigned integers of 32 bits.
+    # Squashfs stores times as unsigned integers of 32 bits, so limit the time to what fits.
     return min(max(int(when.timestamp()), 0), (1 << 32) - 1)

@@ -122,16 +122,18 @@ def labels(manifest: Manifest, *, context_sha256: str, created: str, locked: boo
     NVIDIA's image, or the digest of the lock from which the base was built.
     """
     base = manifest.base
-    result = {
+    label_values = {
         CREATED_LABEL: created,
         "org.opencontainers.image.revision": manifest.revision,
         "org.opencontainers.image.base.name": base.name,
+        # The digest without the repository. A base that was never in a registry has only its id.
         "org.opencontainers.image.base.digest": base.digest.partition("@")[2] or base.id,
         CONTEXT_LABEL: context_sha256,
     }
+    # With a lock, the Dockerfile already sets this label.
     if not locked:
-        result[LOCK_LABEL] = ""
-    return dict(sorted(result.items()))
+        label_values[LOCK_LABEL] = ""
+    return dict(sorted(label_values.items()))
 
 
 def time_of_build() -> str:

@@ -59,6 +59,7 @@ def emulator_problem(arch: str, *, root: Path = Path("/")) -> str:
 
     `root` replaces ``/`` in tests.
     """
+    # qemu's handlers have the first of the names, the one that Linux uses: qemu-aarch64 for arm64.
     linux_name, *_ = kernel_names(arch)
     handler = root / BINFMT / f"qemu-{linux_name}"
     try:

@@ -103,6 +103,7 @@ class Base:
             if column.name == "tag":
                 continue
             yield column.name, getattr(self, column.name)
+            # The driver is a property and not a field, so it is added here.
             if column.name == "cuda":
                 driver = None
                 if self.driver:
@@ -120,11 +121,12 @@ def load_table() -> tuple[Base, ...]:
     """
     bases = []
     try:
-        data = problems.parse_toml(files.read_text(TABLE))
-        for tag, row in data["bases"].items():
+        table_data = problems.parse_toml(files.read_text(TABLE))
+        for tag, row in table_data["bases"].items():
+            # `source` is a key in the table of sources. Each cell must have one.
             cells = {}
             for column, (value, source) in row.items():
-                cells[column] = Cell(value, data["sources"][source])
+                cells[column] = Cell(value, table_data["sources"][source])
             bases.append(Base(tag=tag, **cells))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         message = f"the table of bases is damaged: {error!r}"
@@ -144,7 +146,8 @@ def ngc_image(reference: str) -> Base | None:
     if tag_match is None:
         return None
     for base in load_table():
-        # The table has the release without the suffix of the tag: "24.03" for "24.03-py3".
+        # The table has the release without the suffix of the tag: "24.03" for "24.03-py3". The first group
+        # of the match is that release.
         if base.tag == tag_match[1]:
             return base
     return None
@@ -184,12 +187,12 @@ def newest_base(system: SystemFacts) -> Base | None:
 
     Return None if the driver of `system` is unknown, or if no image in the table supports it.
     """
-    branch = _driver_branch(system)
+    branch = _parse_driver_branch(system)
     if branch is None:
         return None
-    # CUDA 13 dropped GPUs before Turing, so these need an image with an older CUDA.
+    # CUDA 13 dropped GPUs before Turing (such as Volta), so these need an image with an older CUDA.
     has_old_gpus = _BEFORE_TURING.search(system.node.gpu_model)
-    for base in reversed(_bases_for_driver(branch)):
+    for base in reversed(_list_bases_for_driver(branch)):
         if base.cuda is None:
             continue
         cuda_major, _, _ = base.cuda.value.partition(".")
@@ -198,7 +201,7 @@ def newest_base(system: SystemFacts) -> Base | None:
     return None
 
 
-def _driver_branch(system: SystemFacts) -> int | None:
+def _parse_driver_branch(system: SystemFacts) -> int | None:
     """Return the branch of the nodes' driver, such as 550 for 550.54.15. If it is unknown, return None."""
     match = _DRIVER_BRANCH.match(system.node.driver)
     if match is None:
@@ -216,7 +219,7 @@ def node_platform(system: SystemFacts) -> str:
     return "linux/amd64"
 
 
-def _bases_for_driver(branch: int) -> list[Base]:
+def _list_bases_for_driver(branch: int) -> list[Base]:
     """Return the images whose CUDA runs with a driver of the given `branch`, oldest first."""
     return [base for base in load_table() if base.driver and base.driver <= branch]
 
@@ -226,10 +229,10 @@ def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fa
     for key in ("base", "current_base"):
         reference = getattr(image, key)
         if not reference:
-            continue
+            continue  # `current_base` is optional
         for warning in _check_base(reference, image, system):
             yield ("image", key), warning
-    yield from _known_issues(image, system)
+    yield from _find_known_issues(image, system)
     evidence = amd_node_evidence(system)
     if evidence:
         yield ("system", "node"), amd_warning(evidence)
@@ -245,15 +248,17 @@ def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[F
         yield amd_warning(evidence)
 
 
-def _known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
+def _find_known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
     """Yield warnings about known issues, which are bugs in versions of CUDA, NCCL and other software.
 
-    An issue applies if its conditions match the versions in a base and the values of `system`. If both bases
-    have an issue, it is yielded once.
+    An issue applies if its conditions match the versions in a base and the values of `system`. A recipe can
+    name a second, newer base as ``current_base``. If both bases have an issue, it is yielded once.
     """
     reported = set()
     for key in ("base", "current_base"):
         lookup = _make_lookup(getattr(image, key) or "", system)
+        # The empty mapping replaces the environment, so the file with the issues of this machine's site is
+        # not read.
         for issue in known_issues.load_issues(system.known_issues, {}):
             # The effect "set" changes variables of a job, so it is no reason for a warning here.
             if issue.effect not in ("warn", "refuse") or issue.id in reported:
@@ -340,7 +345,7 @@ def _check_python(reference: str) -> Iterator[Fault]:
     """Yield a warning if the base's Python is older than `FLOOR`."""
     # The text is a version, or a tag that begins with one, such as "3.12-slim". A tag such as "latest" does
     # not match.
-    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", _python_version(reference))
+    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", _find_python_version(reference))
     if match and (int(match[1]), int(match[2])) < FLOOR:
         least = ".".join(map(str, FLOOR))
         yield (
@@ -349,7 +354,7 @@ def _check_python(reference: str) -> Iterator[Fault]:
         )
 
 
-def _python_version(reference: str) -> str:
+def _find_python_version(reference: str) -> str:
     """Return the Python version of a base, or an empty text if it is unknown.
 
     For NVIDIA's images, the table has the version. For Docker Hub's Python images, the result is the tag,
@@ -371,21 +376,21 @@ def _check_driver(reference: str, system: SystemFacts) -> Iterator[Fault]:
     Data-centre GPUs cause no warning, because the base's cuda-compat package runs a newer CUDA with an older
     driver there. If the driver or CUDA is unknown, there is no warning, either.
     """
-    base = ngc_image(reference)
-    branch = _driver_branch(system)
-    if base is None or base.cuda is None or base.driver is None or branch is None:
+    ngc_base = ngc_image(reference)
+    branch = _parse_driver_branch(system)
+    if ngc_base is None or ngc_base.cuda is None or ngc_base.driver is None or branch is None:
         return
-    if branch >= base.driver:
+    if branch >= ngc_base.driver:
         return
     is_data_centre = cuda_drivers.is_data_centre_gpu(system.node.gpu_model)
     if is_data_centre and system.runtime.cuda_compat != "none":
         return  # the node agent uses the base's cuda-compat package
     remedy = "update the driver"
-    older_bases = _bases_for_driver(branch)
+    older_bases = _list_bases_for_driver(branch)
     if older_bases:
         remedy = f"choose {older_bases[-1].reference} or an older one"
     yield (
-        f"CUDA {base.cuda.value} of {reference} needs driver {base.driver} or newer, "
+        f"CUDA {ngc_base.cuda.value} of {reference} needs driver {ngc_base.driver} or newer, "
         f"and system.node.driver is {system.node.driver}",
         f"{remedy}; on data-centre GPUs (system.node.gpu_model), the base's cuda-compat package is used "
         "unless system.runtime.cuda_compat is none",

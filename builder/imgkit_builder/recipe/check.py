@@ -43,6 +43,7 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     for path, node in tree.walk():
         if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
             _check_text(path, node, problems)
+    # These rules concern several keys at once. They read `tree`, so they also run if there is no document.
     for rule in (_check_secrets, _check_pip_steps, _check_platforms, _check_runtime, _check_scheduler):
         rule(tree, problems)
     named_files.check(tree, problems, faulty)
@@ -65,6 +66,7 @@ def _report_empty_values(tree: Table, problems: Collector) -> set[KeyPath]:
             message = f"{node.text} is read as no value"
             hint = f'quote it if it is text: "{node.text}"'
         problems.error(node.position, path, message, hint)
+    # The caller does not report these keys again when pydantic refuses their values.
     return paths
 
 
@@ -144,6 +146,7 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
 def _report_key(mistake: Mistake, tree: Table, problems: Collector) -> None:
     """Report a key that is unknown, or whose name breaks a rule."""
     *parents, name = mistake.path
+    # The mapping that contains the key, or the nearest value above it.
     table, _ = tree.deepest(tuple(parents))
     # Use the position of the key itself if its parent is a mapping in the file.
     position = table.position
@@ -194,6 +197,7 @@ def _describe_wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
         if is_choice or mistake.expected == "text":
             message = f"must be text, but YAML reads {node.text} as {_describe_reading(node)}"
             return message, f'quote it: "{node.text}"'
+        # An integer that `to_data` has refused, such as 0644 or 1_000. YAML reads it as another number.
         if mistake.expected == "an integer" and node.type == "integer":
             return f"YAML reads {node.text} as {_describe_reading(node)}", "write plain decimal digits"
         if mistake.expected == "an integer":
@@ -224,15 +228,16 @@ def _describe_reading(node: Scalar) -> str:
     import yaml
 
     try:
-        value = yaml.safe_load(node.text)
+        read_value = yaml.safe_load(node.text)
     except (yaml.YAMLError, ValueError, OverflowError):
         return describe_kind(node)
-    text = str(value)
-    if isinstance(value, bool):
-        text = text.lower()
-    if text == node.text or node.type == "date":
+    value_text = str(read_value)
+    if isinstance(read_value, bool):
+        value_text = value_text.lower()  # YAML writes true, and Python True
+    # A date looks the same to the author, whatever form Python gives it.
+    if value_text == node.text or node.type == "date":
         return describe_kind(node)
-    return f"the {node.type} {text}"
+    return f"the {node.type} {value_text}"
 
 
 # ---- warnings about texts
@@ -256,6 +261,7 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
         _warn_of_secret(path, node, problems, has_own_name=has_own_name)
         return
     variable = str(name)
+    # A variable may extend the value that the base image sets. An argument has no earlier value.
     fault = rules.variable_fault(variable, node.text, has_earlier_value=not is_argument)
     if fault is not None:
         problems.error(node.position, path, *fault)
@@ -276,6 +282,7 @@ def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_own
     secret = secret_patterns.find_secret(node.text)
     if secret:
         hint = _PUBLIC_HINT
+        # A step can use a build secret instead, so its hint is another one.
         if path[:2] in (("image", "pip"), ("image", "run")):
             hint = named_files.IN_HISTORY
         problems.warn(node.position, path, f"this looks like {secret}", hint)
@@ -287,7 +294,7 @@ def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_own
 
 
 def _select_tables(tree: Table, *pattern: str) -> Iterator[tuple[KeyPath, Table]]:
-    """Yield the path and node of each mapping that matches `pattern`, as in `YamlNode.select`.
+    """Yield the path and node of each mapping whose path matches `pattern`. `ANY` matches any key or index.
 
     A value that should be a mapping but is not is skipped, because it has been reported already.
     """

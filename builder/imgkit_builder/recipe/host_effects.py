@@ -29,7 +29,7 @@ Effects = Iterator[tuple[KeyPath, str]]
 def find_host_effects(recipe: Recipe) -> tuple[Problem, ...]:
     """Return a warning for each value of `recipe` that takes effect outside of the image."""
     problems = []
-    for rule in (_runtime_effects, _option_effects, _variable_effects, _secret_effects):
+    for rule in (_find_runtime_effects, _find_option_effects, _find_variable_effects, _find_secret_effects):
         for path, message in rule(recipe):
             position = nearest_position(recipe.positions, path)
             # A default has no position. A value in a shipped recipe is part of imgkit.
@@ -38,8 +38,11 @@ def find_host_effects(recipe: Recipe) -> tuple[Problem, ...]:
     return tuple(problems)
 
 
-def _runtime_effects(recipe: Recipe) -> Effects:
-    """Yield programs that run when a job starts, and folders of the machine that the job can access."""
+def _find_runtime_effects(recipe: Recipe) -> Effects:
+    """Yield programs that run when a job starts, and folders of the machine that the job can access.
+
+    Each item is the key of the recipe that causes the effect, and a message.
+    """
     runtime = recipe.system.runtime
     path = ("system", "runtime")
     if runtime.command not in PROGRAMS:
@@ -58,12 +61,13 @@ def _runtime_effects(recipe: Recipe) -> Effects:
         yield (*path, "binds", index), f"programs of the image see {bind} of the machine"
 
 
-def _option_effects(recipe: Recipe) -> Effects:
+def _find_option_effects(recipe: Recipe) -> Effects:
     """Yield the options that are passed to the container runtime, to the scheduler or mpirun, or to srun.
 
     Such an option can name a program or a folder of the machine.
     """
     queue = recipe.system.queue
+    # An option is harmless only if it is in the list. Any other one must be looked at by the user.
     for path, options in (
         (("runtime", "options"), recipe.system.runtime.options),
         (("queue", "options"), queue.options),
@@ -74,14 +78,14 @@ def _option_effects(recipe: Recipe) -> Effects:
                 yield ("system", *path, index), f"passes the option {option} to a program here"
 
 
-def _variable_effects(recipe: Recipe) -> Effects:
+def _find_variable_effects(recipe: Recipe) -> Effects:
     """Yield the variables of jobs that determine what other programs execute."""
     for name in recipe.system.env:
         if name in _EXECUTING_VARIABLES:
             yield ("system", "env", name), f"sets {name}, which decides what programs of a job execute"
 
 
-def _secret_effects(recipe: Recipe) -> Effects:
+def _find_secret_effects(recipe: Recipe) -> Effects:
     """Yield the variables and files of this machine that build steps can read."""
     for index, secret in enumerate(recipe.image.secrets):
         source = f"the variable {secret.env}" if secret.env else f"the file {secret.file}"

@@ -69,9 +69,12 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     merged = _read_with_parents(file, problems)
     if merged.tree is None:
         raise RecipeErrors(problems.errors)
+    # Replace the arguments first, so that the new values are checked, too.
     tree = _replace_args(merged.tree, build_args)
     document = _make_document(tree, problems, file, is_complete=merged.is_complete)
     positions = _positions(tree)
+    # The digest of the recipe is made from `document`, whose paths are still relative, so that it does not
+    # depend on the folder.
     image: Image = _make_absolute(document.image, ("image",), positions)
     counted_files = _list_counted_files(image)
     digests = {}
@@ -83,7 +86,7 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
         image=image,
         system=document.system,
         file=file,
-        sha256=_hash_content(file.stem, document, [digests[counted] for counted in counted_files]),
+        sha256=_hash_recipe(file.stem, document, [digests[counted] for counted in counted_files]),
         positions=positions,
         sources={**problems.digests, **digests},
         warnings=tuple(problems.warnings),
@@ -131,6 +134,7 @@ def _positions(tree: Table) -> Mapping[KeyPath, Position]:
     messages refer to the item of that list, so the item gets the position of the short form.
     """
     positions = {path: node.position for path, node in tree.walk()}
+    # `setdefault` keeps the position of a value in the long form.
     platform: KeyPath = ("image", "platform")
     constraints: KeyPath = ("image", "constraints")
     if platform in positions:
@@ -186,7 +190,8 @@ def _set_node(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
         if not isinstance(child, Table):
             child = _empty_table(node.position)
         node = _set_node(child, tuple(rest), node)
-    # An existing key keeps its position, because `table.keys` comes last.
+    # An existing key keeps its position, because `table.keys` comes last. So a message about the new value
+    # names the line of the old one.
     keys = {key: node.position, **table.keys}
     return Table(position=table.position, entries={**table.entries, key: node}, keys=keys)
 
@@ -202,6 +207,7 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
     UsageError : an item has no ``=``, or the recipe does not declare the argument.
     """
     declared: Mapping[str, YamlNode] = {}
+    # `tree` is not checked yet, so `image.args` may be missing or of another type.
     for _, args in tree.select("image", "args"):
         if isinstance(args, Table):
             declared = args.entries
@@ -233,16 +239,19 @@ def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Positi
     positions : the position of every value that a file sets.
     """
     if isinstance(value, Path):
+        # Every path comes from a file and has a position, because no key has a path as its default.
         # If the path is absolute, also after "~" is expanded, `/` drops the folder on its left.
         return positions[path].file.parent / value.expanduser()
     if isinstance(value, tuple):
         return tuple(_make_absolute(item, (*path, index), positions) for index, item in enumerate(value))
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
-    changes = {}
+    absolute_fields = {}
     for field in dataclasses.fields(value):
-        changes[field.name] = _make_absolute(getattr(value, field.name), (*path, field.name), positions)
-    return dataclasses.replace(value, **changes)
+        absolute_fields[field.name] = _make_absolute(
+            getattr(value, field.name), (*path, field.name), positions
+        )
+    return dataclasses.replace(value, **absolute_fields)
 
 
 def _list_counted_files(image: Image) -> list[Path]:
@@ -266,7 +275,7 @@ def _list_project_files(image: Image) -> list[Path]:
     return [project / PYPROJECT for project in projects]
 
 
-def _hash_content(name: str, document: Document, file_digests: Sequence[str]) -> str:
+def _hash_recipe(name: str, document: Document, file_digests: Sequence[str]) -> str:
     """Return the sha256 of a recipe's name, its values, and the content of the files that it names.
 
     Parameters
@@ -343,6 +352,8 @@ def _locate_shipped(name: str) -> Path:
     """
     if name in recipe_names():
         return recipe_path(name)
+    # The second argument is the file that names the system, for hints. There is none here, so a path in the
+    # working directory is invented.
     if name in system_files.find_systems():
         return system_files.locate_system(name, Path.cwd() / "recipe")
     if not name:
@@ -431,9 +442,12 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
     message = f"{name} has no recipe: the base is {base.reference}, the newest that its nodes run"
     hint = f"for another: `image: {{base: NAME:TAG}}` and `system: {name}` in a file"
     problems.warn(position, ("image", "base"), message, hint)
+    # A recipe in which only the base, the platform and the system are set. All have a position, because
+    # messages need one.
     tree = _empty_table(position)
     for key, text in (("base", base.reference), ("platform", bases.node_platform(facts))):
         tree = _set_node(tree, ("image", key), Scalar(position=position, text=text))
+    # Read the file again, as nodes with positions. `facts` are only the checked values.
     system = _read_system(file, (), problems).values
     if system is None:
         return tree
@@ -489,8 +503,13 @@ def _read_named_system(
 ) -> Table | None:
     """Return the values of the system `name`, changed by `changes`.
 
-    After a problem, report it and return None. The parameters `path`, `chain` and `problems` are those of
-    `_locate_named`.
+    After a problem, report it and return None.
+
+    Parameters
+    ----------
+    path : the key that names the system, for messages.
+    chain : the resolved paths of the files that extend each other so far. The system's file must not be one
+        of them.
     """
     file = _locate_named(name, path, chain, problems, "system")
     if file is None:
@@ -569,10 +588,10 @@ class _SystemFile(NamedTuple):
 
 
 def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _SystemFile:
-    """Read the file of a system, and merge it with the system that it extends.
+    """Read the file of a system (the facts about a cluster), and merge it with the system that it extends.
 
     A value that `file` does not set comes from the system named by its key ``extends``. Problems are
-    reported.
+    reported, and the result then has no values. Its proof describes how the values of `file` were tested.
 
     Parameters
     ----------
@@ -591,6 +610,7 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _
     proof = Proof()
     if "proof" in tree.entries:
         proof = _read_proof(tree.entries["proof"], problems)
+    # `proof` is removed, so that it is never merged: a test of the parent proves nothing about this system.
     values = tree.without("proof", "extends")
     if "extends" not in tree.entries:
         return _SystemFile(values, proof)
@@ -600,7 +620,7 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _
 
 
 def _read_proof(node: YamlNode, problems: Collector) -> Proof:
-    """Return the value of the key ``proof``, which describes how the values of a system were tested.
+    """Return the value `node` of the key ``proof``, which describes how the values of a system were tested.
 
     If the value cannot be used, report it and return an empty `Proof`.
     """
@@ -629,7 +649,8 @@ def merge(parent: YamlNode, child: YamlNode, path: KeyPath) -> YamlNode:
 def merge_tables(parent: Table, child: Table, path: KeyPath) -> Table:
     """Merge the mappings of a parent recipe and its child at the key `path`.
 
-    A key that both have is merged by `merge`.
+    If both have a key, `merge` decides: it merges mappings, appends to some lists, and otherwise takes the
+    value of the child.
     """
     entries = dict(parent.entries)
     for key, node in child.entries.items():

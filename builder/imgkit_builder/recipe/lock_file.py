@@ -80,18 +80,19 @@ def _render_table(table: Any, path: str) -> str:
     values = ""
     tables = ""
     for field in dataclasses.fields(table):
-        value = getattr(table, field.name)
+        field_value = getattr(table, field.name)
         key = f"{path}.{field.name}".removeprefix(".")
-        if dataclasses.is_dataclass(value):
-            content = _render_table(value, key)
+        if dataclasses.is_dataclass(field_value):
+            content = _render_table(field_value, key)
             if content:  # a table without values would add nothing
                 tables += _render_heading(f"[{key}]", content)
-        elif isinstance(value, tuple) and value and dataclasses.is_dataclass(value[0]):
-            for item in value:
+        elif isinstance(field_value, tuple) and field_value and dataclasses.is_dataclass(field_value[0]):
+            for item in field_value:
                 # Write an item even if all its values are defaults, since the number of items matters.
                 tables += _render_heading(f"[[{key}]]", _render_table(item, key))
-        elif field.name == "schema" or value != field.default:
-            values += f"{field.name} = {_render_value(value)}\n"
+        # The schema is always written. A reader needs it to know how to read the other keys.
+        elif field.name == "schema" or field_value != field.default:
+            values += f"{field.name} = {_render_value(field_value)}\n"
     return values + tables
 
 
@@ -108,10 +109,10 @@ def _render_heading(heading: str, content: str) -> str:
 def _render_value(value: str | bool | int | tuple[str, ...]) -> str:
     """Return `value` as TOML. A list of several items has one item per line."""
     if isinstance(value, tuple):
-        items = [_render_value(item) for item in value]
-        if len(items) < 2:
-            return f"[{', '.join(items)}]"
-        return "[\n    " + ",\n    ".join(items) + ",\n]"
+        item_texts = [_render_value(item) for item in value]
+        if len(item_texts) < 2:
+            return f"[{', '.join(item_texts)}]"
+        return "[\n    " + ",\n    ".join(item_texts) + ",\n]"
     if isinstance(value, str):
         # A TOML string is written like a JSON string, except that TOML also requires DEL to be escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
@@ -138,18 +139,18 @@ def parse_lock(content: str, file: Path) -> Lock:
 
     Raises
     ------
-    UsageError : as in `read_lock`.
+    UsageError : the text is not a valid lock. The error lists all mistakes.
     """
     # The lock beside a recipe of unknown origin may be a symbolic link to a private file, such as an SSH key.
     # So messages quote only files in the folder of the lock.
     problems = Collector(shows=(file.parent.resolve(),))
     # Editors on Windows may have changed the line endings.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
-    lock, mistakes = _validate(values)
+    lock, mistakes = _validate_lock(values)
     for mistake in mistakes:
         message = mistake.message.replace("a mapping", "a table")  # the word of TOML
-        text = f"{key_text(mistake.path)}: {message}{_describe_package(mistake.path, values)}"
-        problems.error(Position(file=file, line=0, column=0), (), text, mistake.hint or LOCK_HINT)
+        message_with_key = f"{key_text(mistake.path)}: {message}{_describe_package(mistake.path, values)}"
+        problems.error(Position(file=file, line=0, column=0), (), message_with_key, mistake.hint or LOCK_HINT)
     if lock is None or mistakes:
         raise RecipeErrors(problems.errors, of=file.name)
     return lock
@@ -158,10 +159,11 @@ def parse_lock(content: str, file: Path) -> Lock:
 _IGNORE_HINT = "to ignore the lock: --no-lock"
 
 
-def _validate(values: dict[str, Any]) -> tuple[Lock | None, Sequence[Mistake]]:
+def _validate_lock(values: dict[str, Any]) -> tuple[Lock | None, Sequence[Mistake]]:
     """Convert the parsed `values` of a lock file to a `Lock`, and return what is wrong with them.
 
-    The lock may be None if something is wrong.
+    If a value has a wrong key or type, the lock is None. If the values only contradict each other, the result
+    is the lock together with the mistakes.
     """
     # Check the schema first. A lock with a later schema may have other keys, and each would be reported as
     # unknown.
@@ -205,10 +207,10 @@ def _describe_package(path: KeyPath, values: Any) -> str:
 
 
 def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
-    """Yield the values of a lock that contradict each other.
+    """Yield a mistake for each value of a lock that contradicts another one.
 
     Each mistake has the key of the value that is probably wrong. For example, a wheel must belong to a pip
-    step that existed when the lock was made.
+    step that existed when the lock was made. The request in a lock is what the recipe required at that time.
     """
     platforms = set()
     for platform_index, locked in enumerate(lock.platforms):
@@ -222,14 +224,16 @@ def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
             yield _make_mistake(*path, "base", "name", message=message)
         if not (base.digest or base.id):
             yield _make_mistake(*path, "base", message="must have a digest or an id")
-        # Wheels refer to pip steps by index. The step for a uv project has a special number.
-        steps = set(range(len(locked.request.pip)))
+        # Each wheel has the index of the pip step that installs it. Wheels of a uv project have the number
+        # `UV_STEP` (-1) instead, because the project is not in the list of pip steps.
+        step_numbers = set(range(len(locked.request.pip)))
         if locked.request.uv:
-            steps.add(UV_STEP)
+            step_numbers.add(UV_STEP)
         for wheel_index, wheel in enumerate(locked.pip):
-            if wheel.step not in steps:
+            if wheel.step not in step_numbers:
                 message = f"there is no pip step {wheel.step} in the request"
                 yield _make_mistake(*path, "pip", wheel_index, "step", message=message)
+            # A wheel is either downloaded, or kept: a file in the folder beside the lock.
             if not (wheel.url or wheel.kept):
                 message = "is missing, and the wheel is not a kept one"
                 yield _make_mistake(*path, "pip", wheel_index, "url", message=message)
@@ -261,6 +265,8 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
     lock = read_lock(file)
     locked = _select_platform(lock, recipe, platform, file)
     _refuse_stale(recipe, locked.request, file, base)
+    # The packages that are stored beside the lock. A kept wheel is one of them that no index provides, so a
+    # build cannot download it again.
     folder = kept_folder(file)
     kept_files = {name: folder / name for name in locked.digests if (folder / name).is_file()}
     for wheel in locked.pip:
@@ -284,6 +290,7 @@ def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> L
     UsageError : the lock has no part for this platform, or belongs to another recipe.
     """
     where = str(shorten_path(file))
+    # A lock is found by its file name, so it may be a renamed copy.
     if lock.recipe != recipe.name:
         message = f"it is the lock of the recipe {lock.recipe!r}, and not of {recipe.name!r}"
         hint = f"rename or remove it, or: {lock_command(recipe)}; {_IGNORE_HINT}"
@@ -370,6 +377,7 @@ def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
     ValueError : a project's pyproject.toml is not TOML.
     """
     image = recipe.image
+    # The digest stands for the uv project. It is empty if the recipe has none.
     uv_sha256 = ""
     if image.uv:
         uv_sha256 = _hash_uv_project(image.uv)
@@ -378,7 +386,7 @@ def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
         apt=image.apt,
         constraints=(image.constraints.policy, *image.constraints.drop),
         uv=uv_sha256,
-        pip=tuple(_lock_step(step) for step in image.pip),
+        pip=tuple(_make_locked_step(step) for step in image.pip),
     )
 
 
@@ -405,26 +413,28 @@ def collect_pip_options(step: PipStep) -> tuple[str, ...]:
     """
     options = list(step.options)
     if step.requirements:
+        # A line that begins with "-" has options, possibly several. Any other line is a requirement.
         for line in requirements.read_requirements(step.requirements):
             if line.startswith("-"):
                 options += shlex.split(line)
     return tuple(options)
 
 
-def _lock_step(step: PipStep) -> LockedStep:
+def _make_locked_step(step: PipStep) -> LockedStep:
     """Return the requirements, options and variables of a pip step, as the lock stores them.
 
     Credentials are removed, because a lock is meant to be kept under version control.
     """
-    packages = list(step.packages)
+    required_packages = list(step.packages)
     if step.requirements:
         lines = requirements.read_requirements(step.requirements)
-        packages += [line for line in lines if not line.startswith("-")]
+        # Lines that begin with "-" are options. `collect_pip_options` returns them below.
+        required_packages += [line for line in lines if not line.startswith("-")]
     if step.project is not None and step.installs_dependencies:
-        packages += requirements.read_dependencies(step.project)
+        required_packages += requirements.read_dependencies(step.project)
     variables = [f"{name}={value}" for name, value in sorted(step.env.items())]
     return LockedStep(
-        requirements=tuple(map(hide_secrets, packages)),
+        requirements=tuple(map(hide_secrets, required_packages)),
         options=tuple(map(hide_secrets, collect_pip_options(step))),
         env=tuple(map(hide_secrets, variables)),
     )
@@ -446,10 +456,11 @@ def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None
     new : what the recipe requires now.
     locked : what the recipe required when the lock was made.
     """
+    # Report only the first change, in the order of a build. The user makes the lock again in any case.
     if new.base != locked.base:
         return Difference(("image", "base"), f"the base is {new.base}, and was {locked.base}")
     if new.apt != locked.apt:
-        return _list_difference(("image", "apt"), "the apt packages", new.apt, locked.apt)
+        return _compare_lists(("image", "apt"), "the apt packages", new.apt, locked.apt)
     if new.constraints != locked.constraints:
         message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
         return Difference(("image", "constraints"), message)
@@ -458,11 +469,17 @@ def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None
         if new.uv:
             change = "uv.lock, or the chosen extras and groups, have changed"
         return Difference(("image", "uv"), change)
-    return _step_difference(new.pip, locked.pip)
+    return _find_step_difference(new.pip, locked.pip)
 
 
-def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> Difference | None:
-    """Return the first change in the pip steps of a recipe, as in `first_difference`."""
+def _find_step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) -> Difference | None:
+    """Return the first change in the pip steps of a recipe since its lock was made, or None.
+
+    Parameters
+    ----------
+    new : the steps that the recipe has now.
+    locked : the steps that it had when the lock was made.
+    """
     # Compare the steps that exist in both lists. The lists may differ in length, hence `strict=False`.
     for index, (step, locked_step) in enumerate(zip(new, locked, strict=False)):
         for field, (key, noun) in _STEP_FIELDS.items():
@@ -470,7 +487,7 @@ def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) ->
             locked_values = getattr(locked_step, field)
             if values != locked_values:
                 path = ("image", "pip", index, key)
-                return _list_difference(path, f"the {noun} of this pip step", values, locked_values)
+                return _compare_lists(path, f"the {noun} of this pip step", values, locked_values)
     # Compare the number of steps last. If a step was inserted, the loop above reports the step that now
     # differs, which tells the user more than the number.
     change = f"there are {len(new)} pip steps, and were {len(locked)}"
@@ -482,11 +499,14 @@ def _step_difference(new: Sequence[LockedStep], locked: Sequence[LockedStep]) ->
     return None
 
 
-def _list_difference(path: KeyPath, noun: str, values: Sequence[str], locked: Sequence[str]) -> Difference:
+def _compare_lists(path: KeyPath, noun: str, values: Sequence[str], locked: Sequence[str]) -> Difference:
     """Return the first change in a list of the recipe at the key `path`.
 
-    `values` and `locked` must differ. `noun` is the name of the list in the message, for example ``the apt
-    packages have 'zsh', which the lock does not know``.
+    Parameters
+    ----------
+    noun : the name of the list in the message, for example ``the apt packages``.
+    values : the list in the recipe. It must differ from `locked`.
+    locked : the list that the recipe had when the lock was made.
     """
     for index, value in enumerate(values):
         if value not in locked:

@@ -80,8 +80,11 @@ def _expand_constraints(value: Any) -> Any:
     return {"policy": "drop", **value}
 
 
-def _constraints_schema(_: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON Schema of what a recipe may write for ``image.constraints``."""
+def _make_constraints_schema(_: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON Schema of what a recipe may write for ``image.constraints``.
+
+    The argument is the schema that pydantic would use. It describes the expanded form, so it is ignored.
+    """
     names = {"type": "array", "items": {"type": "string"}, "minItems": 1}
     drop = {
         "type": "object",
@@ -257,7 +260,7 @@ class Image:
     """A uv project whose ``uv.lock`` decides on versions."""
     pip: tuple[PipStep, ...] = ()
     """``pip install`` steps, in this order."""
-    constraints: Annotated[Constraints, Short(_expand_constraints, _constraints_schema)] = Constraints()
+    constraints: Annotated[Constraints, Short(_expand_constraints, _make_constraints_schema)] = Constraints()
     """How pip treats the base's own constraint file; the base's torch and NCCL are always protected."""
     env: Mapping[ImageEnvName, EnvValue] = field(default_factory=dict)
     """Variables stored in the image; ``PATH: /x:$PATH`` adds to the base's value. Network and thread tuning

@@ -41,7 +41,8 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
 
     `faulty` contains the keys of values that have been reported already. They are skipped.
     """
-    ngc_base = _ngc_base(tree)
+    # A pin such as torch==2.3.0 cannot be met beside the NVIDIA build of torch in an image from NGC.
+    ngc_base = _find_ngc_base(tree)
     for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):
         _check_torch(node.text, ngc_base, node.position, path, problems)
     steps_without_dependencies = set()
@@ -49,6 +50,8 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
         if node.text == NO_DEPS:
             step = path[:-2]  # ("image", "pip", 0, "options", 1) -> ("image", "pip", 0)
             steps_without_dependencies.add(step)
+    # Each pattern matches keys of one kind, such as the requirements of all pip steps. Its function checks
+    # the content of the files that these keys name.
     for pattern, check_content in _CONTENT_CHECKS.items():
         for path, node in tree.select_texts(*pattern):
             if path in faulty:
@@ -72,23 +75,24 @@ def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
 
     The file must exist in the folder of the recipe. It may be a folder only if `folder_allowed` is true.
     """
-    text = named.node.text
+    stated_path = named.node.text
     folder = named.node.position.file.resolve().parent
     try:
-        fault = _find_fault(text, folder, folder_allowed=folder_allowed)
+        fault = _find_fault(stated_path, folder, folder_allowed=folder_allowed)
     except (OSError, ValueError, RuntimeError) as error:
         # RuntimeError: symbolic links that form a circle, before Python 3.13
-        fault = f"{text!r} cannot be checked: {error}", "name a file in the recipe's folder"
+        fault = f"{stated_path!r} cannot be checked: {error}", "name a file in the recipe's folder"
     if fault is not None:
         named.error(*fault)
         return None
-    return (folder / text).resolve()
+    return (folder / stated_path).resolve()
 
 
 def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | None:
     """Return why a recipe in `folder` cannot use the file `text`, or None if it can.
 
-    The file must exist below `folder`. If it is a symbolic link, so must its target.
+    The file must exist below `folder`. If it is a symbolic link, its target must be there, too. All links in
+    `folder` itself must already be resolved.
     """
     file = folder / text
     target = file.resolve()
@@ -96,7 +100,8 @@ def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | Non
         return "is empty", "name a file"
     if Path(text).is_absolute() or text.startswith("~"):
         return f"{text} is not relative", f"paths start at the recipe's folder, {folder}"
-    # The path leaves the folder either by its parts ("../x") or through a link.
+    # The path leaves the folder either by its parts ("../x") or through a link. Check this before the checks
+    # below, which would reveal whether a file outside of the folder exists.
     if not target.is_relative_to(folder):
         route = " through a symbolic link"
         if ".." in Path(text).parts:
@@ -115,7 +120,7 @@ def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | Non
     return None
 
 
-def _ngc_base(tree: Table) -> str:
+def _find_ngc_base(tree: Table) -> str:
     """Return the recipe's base if it is an image of NVIDIA's PyTorch, from any registry.
 
     Otherwise return "".
@@ -166,30 +171,30 @@ def _check_requirements(file: Path, named: NamedFile) -> None:
     # Problems quote the lines of this file.
     problems.lines[file] = lines
     for line_number, line in enumerate(lines, start=1):
-        text = line.strip()
-        line_start = Position(file=file, line=line_number, column=1)
+        stripped_line = line.strip()
+        line_position = Position(file=file, line=line_number, column=1)
         if requirements.names_other_file(line):
-            text_start = Position(file=file, line=line_number, column=line.index(text) + 1)
-            message = f"{text!r} names a file that is not in the image"
-            problems.error(text_start, named.path, message, "write its lines here")
-        _check_torch(text, named.ngc_base, line_start, named.path, problems)
-        secret = secret_patterns.find_secret(text)
+            text_position = Position(file=file, line=line_number, column=line.index(stripped_line) + 1)
+            message = f"{stripped_line!r} names a file that is not in the image"
+            problems.error(text_position, named.path, message, "write its lines here")
+        _check_torch(stripped_line, named.ngc_base, line_position, named.path, problems)
+        secret = secret_patterns.find_secret(stripped_line)
         if secret:
-            problems.warn(line_start, named.path, f"this looks like {secret}", IN_HISTORY)
+            problems.warn(line_position, named.path, f"this looks like {secret}", IN_HISTORY)
 
 
 def _check_certificate(file: Path, named: NamedFile) -> None:
     """Report a file that is not a certificate in PEM form, or that contains a private key."""
     try:
-        data = files.read_bytes(file)
+        certificate = files.read_bytes(file)
     except OSError as error:
         named.error(f"{file.name} cannot be read: {error.strerror}")
         return
     # A .pem file often contains both a certificate and its key. The key must not get into the image.
-    if b"PRIVATE KEY-----" in data:
+    if b"PRIVATE KEY-----" in certificate:
         hint = f"keep only the certificate: openssl x509 -in {file.name} -out certificate.crt"
         named.error(f"{file.name} holds a private key, which would be in the image", hint)
-    elif b"-----BEGIN CERTIFICATE-----" not in data:
+    elif b"-----BEGIN CERTIFICATE-----" not in certificate:
         hint = f"if it is DER, convert it: openssl x509 -inform der -in {file.name} -out certificate.crt"
         named.error(f"{file.name} is not a certificate in PEM form", hint)
 
@@ -201,7 +206,7 @@ def _check_project(folder: Path, named: NamedFile) -> None:
     than the base's is reported, too, because imgkit never replaces the base's torch.
     """
     if not (folder / requirements.PYPROJECT).is_file():
-        named.error(f"{folder.name} has no {requirements.PYPROJECT}", _pyproject_hint(folder))
+        named.error(f"{folder.name} has no {requirements.PYPROJECT}", _suggest_pyproject(folder))
         return
     try:
         dependencies = requirements.read_dependencies(folder)
@@ -219,7 +224,7 @@ def _check_project(folder: Path, named: NamedFile) -> None:
         _check_torch(dependency, named.ngc_base, named.node.position, named.path, named.problems)
 
 
-def _pyproject_hint(folder: Path) -> str:
+def _suggest_pyproject(folder: Path) -> str:
     """Return a hint for a project in `folder` that has no pyproject.toml."""
     if (folder / "setup.py").is_file():
         return 'add one next to setup.py: [build-system] with requires = ["setuptools"]'

@@ -129,11 +129,11 @@ class Collector:
 
     def error(self, position: Position, path: KeyPath, message: str, hint: str = "") -> None:
         """Add a problem that makes the recipe unusable."""
-        self._add(self.errors, "it cannot be used", self._problem(position, path, message, hint))
+        self._add(self.errors, "it cannot be used", self._make_problem(position, path, message, hint))
 
     def warn(self, position: Position, path: KeyPath, message: str, hint: str = "") -> None:
         """Add a problem that the user should look at."""
-        self._add(self.warnings, "it has warnings", self._problem(position, path, message, hint))
+        self._add(self.warnings, "it has warnings", self._make_problem(position, path, message, hint))
 
     def may_show(self, file: Path) -> bool:
         """Return whether a message may quote lines of `file`, as described at `shows`."""
@@ -158,7 +158,7 @@ class Collector:
         if placeholder not in problems:
             problems.append(placeholder)
 
-    def _problem(self, position: Position, path: KeyPath, message: str, hint: str) -> Problem:
+    def _make_problem(self, position: Position, path: KeyPath, message: str, hint: str) -> Problem:
         """Return a problem. If the file has been read, the problem quotes the line at `position`."""
         source = ""
         lines = self.lines.get(position.file, [])
@@ -189,12 +189,12 @@ def stated_at(positions: Mapping[KeyPath, Position], path: KeyPath, file: Path) 
     If no file sets such a key, return the name of `file`.
     """
     position = nearest_position(positions, path)
-    text = file.name
+    label = file.name
     if position:
-        text = f"{file_label(position.file)}:{position.line}"
+        label = f"{file_label(position.file)}:{position.line}"
     # The result is also written into comments of rendered files. A line break in a file's name would end the
     # comment.
-    return terminal.escape_controls(text)
+    return terminal.escape_controls(label)
 
 
 def file_label(file: Path) -> str:
@@ -210,13 +210,13 @@ def file_label(file: Path) -> str:
 
 def key_text(path: KeyPath) -> str:
     """Return a key path in dotted form, such as ``image.pip[0].packages[2]``."""
-    text = ""
+    dotted_key = ""
     for key in path:
         if isinstance(key, int):
-            text += f"[{key}]"
+            dotted_key += f"[{key}]"
         else:
-            text += f".{key}"
-    return text.removeprefix(".")
+            dotted_key += f".{key}"
+    return dotted_key.removeprefix(".")
 
 
 def nearest_name(name: str, allowed: Iterable[str]) -> str:
@@ -289,17 +289,18 @@ def parse_toml(text: str) -> dict[str, Any]:
     except RecursionError:
         raise NotToml("its brackets are nested too deeply", line=last_line, column=1) from None
     except ValueError as error:
-        raise _syntax_error(str(error), last_line) from error
+        raise _make_syntax_error(str(error), last_line) from error
     return values
 
 
-def _syntax_error(message: str, last_line: int) -> NotToml:
+def _make_syntax_error(message: str, last_line: int) -> NotToml:
     """Return the error for a `message` of tomllib, such as ``Invalid value (at line 3, column 7)``.
 
     The position is parsed from the message, because only Python 3.14 has attributes for it. `last_line` is
     used if the message contains no line.
     """
     reason = _TOML_POSITION.sub("", message)
+    # At the end of the file, the message has words instead of numbers, so the first group is empty.
     match = _TOML_POSITION.search(message)
     if match is None or not match[1]:
         return NotToml(reason, line=last_line, column=1)
@@ -313,7 +314,8 @@ def parse_toml_file(text: str, file: Path, problems: Collector, hint: str) -> di
 
     Raises
     ------
-    RecipeErrors : the text is not TOML. The error ends with `hint`, which says how to correct the file.
+    RecipeErrors : the text is not TOML. The error ends with `hint`, which says how to correct the file, and
+        also lists the problems found before.
     """
     problems.lines[file] = text.split("\n")
     try:
@@ -333,7 +335,7 @@ def _check_limits(value: Any, depth: int = 0) -> None:
     ValueError : an integer has more than 64 bits, the limit of TOML.
     RecursionError : tables and lists are nested more than `DEEPEST` levels deep.
     """
-    # The caller converts this error in the same way as that of a parser that reaches its limit of recursion.
+    # The caller treats this error like the RecursionError that a parser raises.
     if depth == DEEPEST:
         raise RecursionError
     if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:

@@ -62,9 +62,9 @@ def read_requirements(file: Path) -> tuple[str, ...]:
     ------
     OSError : the file cannot be read.
     """
-    text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
+    joined_text = re.sub(r"\\\r?\n", "", files.read_text(file, errors="replace"))
     lines = []
-    for line in text.splitlines():
+    for line in joined_text.splitlines():
         requirement = re.sub(r"(^|\s)#.*", "", line).strip()
         if requirement:
             lines.append(requirement)
@@ -84,6 +84,7 @@ def read_dependencies(folder: Path) -> tuple[str, ...]:
     text = files.read_text(folder / PYPROJECT, most_bytes=_MOST_BYTES)
     content = problems.parse_toml(text)
     project = content.get("project", {})
+    # None, which is no list, leads to the error below if `project` is not a table.
     dependencies = None
     if isinstance(project, dict):
         dependencies = project.get("dependencies", [])

@@ -55,7 +55,7 @@ def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
 
     Raises
     ------
-    Unfit : as in `parse_reference`.
+    Unfit : the text is not an image reference.
     """
     reference = parse_reference(text)
     if needs_tag and not reference.tag and not reference.digest:
@@ -118,6 +118,7 @@ def _check_git_commit(url: str) -> Iterator[Fault]:
     """
     address, _, fragment = url.partition("#")
     host, _, path = address.removeprefix("https://").partition("/")
+    # The host has no "@" unless a user or token precedes it. The last "@" of the path precedes the commit.
     repository, _, commit = path.rpartition("@")
     if not address.startswith("https://") or re.search(r"\s", url):
         yield f"git+{url} is not a git repository by https", "write git+https://HOST/PATH@COMMIT"
@@ -231,6 +232,7 @@ def shell_command(text: str) -> Iterator[Fault]:
 
     Docker's classic builder does not support options of RUN.
     """
+    # YAML's "|" ends a text with a line break, which is no part of the command.
     yield from printable_text(text.rstrip("\n"), several_lines=True)
     if not text.strip():
         yield "is empty", "remove it"
@@ -301,6 +303,7 @@ def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str |
     if parts is None:
         return None
     before, after = map(quote, parts)
+    # The colon belongs to the reference, so that it disappears together with an unset variable.
     if not before:
         return f'"${{{name}:+${name}:}}{after}"'
     if not after:

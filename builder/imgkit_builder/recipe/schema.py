@@ -41,7 +41,7 @@ def schema_json() -> str:
 
 
 def _simplify(node: Any) -> Any:
-    """Return a part of pydantic's schema without the entries that are useless for a YAML file.
+    """Return a copy of `node`, a part of pydantic's schema, without entries that are useless for a YAML file.
 
     pydantic's titles only repeat the keys. The type null is left out, because a recipe cannot contain it.
     """

@@ -129,7 +129,7 @@ def list_source(
     UsageError : a pattern is invalid, or has more than four stars.
     """
     patterns = tuple(ignore)
-    recipe_patterns = _Patterns(spec=_compile(patterns, "ignore"))
+    recipe_patterns = _Patterns(spec=_compile_patterns(patterns, "ignore"))
     walker = _Walker(
         recipe_patterns=recipe_patterns,
         override_rules=(_read_dockerignore(source), recipe_patterns),
@@ -141,7 +141,8 @@ def list_source(
         git_rules: _Rules = _read_parent_gitignores(source)
     else:
         # git has already applied the patterns of the .gitignore files to this list.
-        git_rules = (_GitList(names=_with_folders(listed)),)
+        git_rules = (_GitList(names=_add_parent_folders(listed)),)
+    # The walker collects the results in its own lists.
     walker.add_folder(source, "", git_rules)
     return SourceListing(
         entries=tuple(walker.entries), left_out=tuple(walker.left_out), secret=tuple(walker.secret)
@@ -158,6 +159,7 @@ def _list_exceptions(patterns: Iterable[str]) -> tuple[str, ...]:
     for pattern in patterns:
         _, _, last_part = pattern.rstrip("/").rpartition("/")
         name = last_part.removeprefix("!")
+        # A name of wildcards only, such as "*", brings back nothing.
         if pattern.startswith("!") and name.strip("*?"):
             exception_names.append(name)
     return tuple(exception_names)
@@ -190,7 +192,7 @@ class _Walker:
     secret: list[str] = field(default_factory=list)
 
     def add_folder(self, folder: Path, prefix: str, git_rules: _Rules) -> None:
-        """Add the content of `folder` to the lists of this object.
+        """Add the content of `folder` to the lists of this object: `entries`, `left_out` and `secret`.
 
         Parameters
         ----------
@@ -211,6 +213,7 @@ class _Walker:
                 # The final slash makes patterns such as "data/" match. As in git, an excluded folder is not
                 # searched, so all its content stays out.
                 name += "/"
+            # A hidden entry (_Decision.HIDE) is in no list, so the user is not told about it.
             decision = self._decide(entry, name, siblings, rules)
             if decision is _Decision.LEAVE_OUT:
                 self.left_out.append(name)
@@ -222,7 +225,7 @@ class _Walker:
                     self.add_folder(Path(entry.path), name, git_rules)
 
     def _decide(self, entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> _Decision:
-        """Return whether `entry` goes into the image.
+        """Return whether `entry` goes into the image, and if not, whether the user is told.
 
         Parameters
         ----------
@@ -232,10 +235,12 @@ class _Walker:
         """
         if entry.name in NEVER or entry.name.startswith(TEMPORARY) or self._is_hidden(entry):
             return _Decision.HIDE
+        # True: the recipe excludes it. False: a pattern such as "!data/" brings it back. None: no pattern of
+        # the recipe matches, so the other rules decide.
         excluded_by_recipe = self.recipe_patterns.excludes(name)
         if excluded_by_recipe:
             return _Decision.HIDE
-        if excluded_by_recipe is None and _stays_out(entry, name, siblings, rules):
+        if excluded_by_recipe is None and _is_left_out(entry, name, siblings, rules):
             return _Decision.LEAVE_OUT
         # A file that looks like a secret goes into the image only if a pattern of the recipe names it, such
         # as "!keys/a.key".
@@ -253,13 +258,13 @@ class _Walker:
 
 def describe_left_out(names: Sequence[str]) -> str:
     """Return the names that `list_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
-    text = ", ".join(names[:5])
+    shown_names = ", ".join(names[:5])
     if len(names) > 5:
-        text += f" and {len(names) - 5} more"
-    return f"{text} (git, Docker or imgkit ignores it)"
+        shown_names += f" and {len(names) - 5} more"
+    return f"{shown_names} (git, Docker or imgkit ignores it)"
 
 
-def _with_folders(paths: Iterable[str]) -> frozenset[str]:
+def _add_parent_folders(paths: Iterable[str]) -> frozenset[str]:
     """Return `paths` and all folders above them: ``a/b/c.py`` -> ``a/``, ``a/b/``, ``a/b/c.py``."""
     names = set()
     for path in paths:
@@ -271,10 +276,11 @@ def _with_folders(paths: Iterable[str]) -> frozenset[str]:
     return frozenset(names)
 
 
-def _last_decision(rules: _Rules, path: str) -> bool | None:
-    """Return whether `path` stays out, or None if no rule has a pattern that matches it.
+def _find_last_decision(rules: _Rules, path: str) -> bool | None:
+    """Return what the last of `rules` with a matching pattern says about `path`.
 
-    The last of `rules` with a matching pattern decides.
+    True means that `path` stays out, False that a pattern such as ``!data/`` brings it back, and None that no
+    rule has a pattern that matches it.
     """
     for rule in reversed(rules):
         decision = rule.excludes(path)
@@ -283,13 +289,19 @@ def _last_decision(rules: _Rules, path: str) -> bool | None:
     return None
 
 
-def _stays_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> bool:
+def _is_left_out(entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> bool:
     """Return whether `entry` stays out, either because of a pattern or because a program generated it.
 
     A pattern has priority. Only if no pattern matches, `entry` stays out if it is a cache or an output of
-    imgkit. The parameters are those of `_Walker._decide`.
+    imgkit.
+
+    Parameters
+    ----------
+    name : the path of `entry` relative to the source, with a final slash if it is a folder.
+    siblings : the names in the same folder. An output of imgkit is recognized by the files beside it.
+    rules : all rules that apply to the folder. The last one that matches decides.
     """
-    decision = _last_decision(rules, name)
+    decision = _find_last_decision(rules, name)
     if decision is not None:
         return decision
     if name.endswith("/"):
@@ -314,9 +326,10 @@ def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
     if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER_NAMES:
         return True
     for entry in entries:
+        # imgkit's own temporary files never go into an image, so they decide nothing here.
         if entry.name.startswith(TEMPORARY):
             continue
-        if _last_decision(rules, prefix + entry.name) is not None:
+        if _find_last_decision(rules, prefix + entry.name) is not None:
             return False  # a pattern mentions this file, so a person cares about it
         if entry.is_dir(follow_symlinks=False):
             is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
@@ -324,7 +337,7 @@ def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
             is_output = _is_output(entry.name, names)
         if not is_output:
             return False
-    return bool(entries)
+    return bool(entries)  # an empty folder may have been made by a person
 
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
@@ -359,7 +372,7 @@ def _is_output(name: str, siblings: set[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in OUTPUTS)
 
 
-def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
+def _compile_patterns(lines: Sequence[str], where: str) -> GitIgnoreSpec:
     """Return a matcher for patterns in the syntax of .gitignore.
 
     `where` is the file or key that contains the patterns, for messages.
@@ -371,6 +384,7 @@ def _compile(lines: Sequence[str], where: str) -> GitIgnoreSpec:
     import pathspec
 
     for line in lines:
+        # A line that begins with "#" is a comment.
         if _count_stars(line) > _MOST_STARS and not line.startswith("#"):
             raise UsageError(
                 f"the pattern {line!r} has more than {_MOST_STARS} stars: matching it could take hours",
@@ -390,7 +404,7 @@ def _count_stars(pattern: str) -> int:
     """
     count = 0
     for part in pattern.split("/"):
-        if part == "**":  # matches any number of folders, and takes the time of one star
+        if part == "**":  # matches any number of folders, but takes only the time of one star
             count += 1
         else:
             count += part.count("*")
@@ -411,7 +425,8 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
             patterns = (_read_patterns(folder / ".gitignore", above=above), *patterns)
         is_repository_root = os.path.lexists(folder / ".git")
         if is_repository_root:
-            if _last_decision(patterns, ""):
+            # The empty path stands for `source` itself.
+            if _find_last_decision(patterns, ""):
                 return ()
             return patterns
     return ()  # outside of a repository, a .gitignore in the home folder, for example, does not apply
@@ -439,14 +454,15 @@ def _read_dockerignore(source: Path) -> _Patterns:
         negation = ""
         if pattern.startswith("!"):
             negation = "!"
+        # As in Docker, "./a/" and "a/../b" are simplified to "a" and "b".
         path = os.path.normpath(pattern.removeprefix("!").strip().lstrip("/"))
         anchored_patterns.append(f"{negation}/{path}")
-    return _Patterns(spec=_compile(anchored_patterns, str(file)))
+    return _Patterns(spec=_compile_patterns(anchored_patterns, str(file)))
 
 
 def _read_patterns(file: Path, *, above: str = "", below: str = "") -> _Patterns:
     """Return the patterns of a ``.gitignore``. If there is no such file, the result matches nothing."""
-    return _Patterns(spec=_compile(_read_lines(file), str(file)), above=above, below=below)
+    return _Patterns(spec=_compile_patterns(_read_lines(file), str(file)), above=above, below=below)
 
 
 def _read_lines(file: Path) -> list[str]:

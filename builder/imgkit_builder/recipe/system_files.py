@@ -60,13 +60,13 @@ def site_folder() -> Path:
     ------
     UsageError : the variable IMGKIT_SYSTEMS is set to a relative path.
     """
-    value = os.environ.get(VARIABLE, "")
-    if not value:
+    stated_folder = os.environ.get(VARIABLE, "")
+    if not stated_folder:
         return MACHINE_FOLDER
-    folder = Path(value)
+    folder = Path(stated_folder)
     if not folder.is_absolute():
         hint = f"export {VARIABLE}={folder.absolute()}"
-        raise UsageError(f"{value!r} is not an absolute path", where=VARIABLE, hint=hint)
+        raise UsageError(f"{stated_folder!r} is not an absolute path", where=VARIABLE, hint=hint)
     return folder
 
 
@@ -109,6 +109,7 @@ def _list_site_files() -> list[Path]:
     UsageError : the folder that `VARIABLE` names is missing, or the folder cannot be read.
     """
     folder = site_folder()
+    # Files of other kinds, such as notes, may be in the folder, too.
     try:
         return sorted(path for path in folder.iterdir() if path.suffix == SUFFIX)
     except FileNotFoundError:

@@ -181,7 +181,8 @@ def find_registration(name: str) -> Registration:
 
     Raises
     ------
-    KeyError, ToolFailed : as in `load_plugin`.
+    KeyError : neither imgkit nor a plug-in has a scheduler of that name.
+    ToolFailed : several plug-ins have that name, or the plug-in cannot be loaded.
     """
     if name in SHIPPED:
         return SHIPPED[name]
@@ -275,6 +276,7 @@ def _plugins() -> Mapping[str, tuple[EntryPoint, ...]]:
     """
     plugins: dict[str, tuple[EntryPoint, ...]] = {}
     for entry in _entries():
+        # A plug-in must not replace a part of imgkit. `refused_plugins` reports those that try.
         if entry.name not in SHIPPED and entry.name not in RESERVED:
             plugins[entry.name] = (*plugins.get(entry.name, ()), entry)
     return plugins

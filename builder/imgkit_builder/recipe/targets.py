@@ -192,7 +192,8 @@ def _list_values(
     if not children:
         yield _make_row(path, None, positions)
         return
-    # For a step (an item of a list) and for the constraints, only the keys that are set are listed.
+    # A step is an item of a list, so its path ends with an index. For steps and for the constraints, only the
+    # keys that are set are listed, because the many optional keys of each step would fill the table.
     is_step = isinstance(path[-1], int)
     for key, child in children:
         is_unset = child in ((), None, {})
@@ -207,6 +208,7 @@ def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) 
     For a default, file, line and column are None.
     """
     position = positions.get(path)
+    # Some keys are written in a short form in a recipe, so the table shows that form.
     return {
         "key": key_text(_SHORT_PATHS.get(path, path)),
         "value": value,
@@ -247,24 +249,24 @@ def format_table(text: str) -> list[str]:
 
     `text` is the result of `describe_as_json`.
     """
-    recipe = json_text.parse(text)
-    title = recipe["name"]
-    if recipe["description"]:
-        title += f": {recipe['description']}"
-    rows = recipe["values"]
+    recipe_data = json_text.parse(text)
+    title = recipe_data["name"]
+    if recipe_data["description"]:
+        title += f": {recipe_data['description']}"
+    rows = recipe_data["values"]
     value_texts = []
     # A text from a recipe may contain control characters, which must not reach the terminal.
     for row in rows:
-        value = "-"
+        value_text = "-"
         if row["value"] not in (None, ""):
-            value = terminal.escape_controls(str(row["value"]))
-        value_texts.append(value)
+            value_text = terminal.escape_controls(str(row["value"]))
+        value_texts.append(value_text)
     # A few very long values must not widen the whole table.
     key_width = max(len(row["key"]) for row in rows)
     value_width = min(max(map(len, value_texts)), _WIDEST_VALUE)
-    lines = [title, f"file    {recipe['file']}", f"sha256  {recipe['sha256']}", ""]
-    for row, value in zip(rows, value_texts, strict=True):
-        lines.append(f"{row['key']:{key_width}}  {value:{value_width}}  {_describe_source(row)}")
+    lines = [title, f"file    {recipe_data['file']}", f"sha256  {recipe_data['sha256']}", ""]
+    for row, value_text in zip(rows, value_texts, strict=True):
+        lines.append(f"{row['key']:{key_width}}  {value_text:{value_width}}  {_describe_source(row)}")
     return lines
 
 
@@ -282,6 +284,7 @@ def describe_as_json(recipe: Recipe) -> str:
     ``values`` has a key, its value, and the file, line and column that set it.
     """
     image = dataclasses.asdict(recipe.image)
+    # A command that the author wrote as plain text is shown as plain text.
     image["run"] = [command.short or dataclasses.asdict(command) for command in recipe.image.run]
     values = [
         *_list_values(("image",), recipe.image, recipe.positions),

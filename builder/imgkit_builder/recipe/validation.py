@@ -46,7 +46,7 @@ def rule_of(
     Parameters
     ----------
     required : whether to check an empty value, too. By default an empty value means "not set", and passes.
-    core : as in `Rule`.
+    core : pydantic's schema for the value before the check. By default it is that of the annotated type.
     """
 
     def rule(value: Any) -> Iterator[Fault]:
@@ -105,7 +105,10 @@ def adapter(model: Any) -> TypeAdapter[Any]:
 
 
 def _to_mistake(details: ErrorDetails, model: Any) -> Mistake:
-    """Convert one of pydantic's errors about an instance of `model` to a `Mistake`."""
+    """Convert `details`, one of pydantic's errors about an instance of `model`, to a `Mistake`.
+
+    Each kind of error that is not handled by name means a wrong type, and must have words in `_EXPECTED`.
+    """
     kind = details["type"]
     path = details["loc"]
     context = details.get("ctx", {})

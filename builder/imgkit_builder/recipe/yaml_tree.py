@@ -88,8 +88,9 @@ class YamlNode:
     def select(self, *pattern: str) -> Iterator[tuple[KeyPath, YamlNode]]:
         """Yield the path and node of each value that matches `pattern`.
 
-        `ANY` in it matches any key or index.
+        `ANY` in it matches any key or index. The paths begin at this node.
         """
+        # The end of the pattern: this node itself matches, with the empty path.
         if not pattern:
             yield (), self
             return
@@ -165,6 +166,7 @@ def to_data(node: YamlNode) -> Any:
         return {key: to_data(child) for key, child in node.children()}
     if isinstance(node, Items):
         return [to_data(item) for item in node.items]
+    # This cannot happen. Without this check, a new subclass of YamlNode would be taken for a scalar.
     if not isinstance(node, Scalar):
         raise TypeError(f"no data of {type(node)}")
     if node.type == "text":
@@ -259,17 +261,20 @@ def _read_text(file: Path, start: Position, problems: Collector) -> str | None:
     problems : receives the problem, and the digest of the file.
     """
     try:
-        data = files.read_bytes(file, most_bytes=MAX_BYTES)
+        content = files.read_bytes(file, most_bytes=MAX_BYTES)
     except (OSError, ValueError) as error:
         problems.error(start, (), f"cannot be read: {error_reason(error)}")
         return None
-    problems.digests[file] = hashlib.sha256(data).hexdigest()
+    # A loaded recipe records the digest of every file that it was read from.
+    problems.digests[file] = hashlib.sha256(content).hexdigest()
     try:
-        return data.decode("utf-8-sig")  # some editors on Windows begin a file with a byte order mark
+        return content.decode("utf-8-sig")  # some editors on Windows begin a file with a byte order mark
     except UnicodeDecodeError as error:
-        position = _end_position(file, data[: error.start].decode("utf-8", "replace"))
-        problems.lines[file] = data.decode("utf-8", "replace").split("\n")
-        problems.error(position, (), f"not UTF-8: byte 0x{data[error.start]:02x}", "save the file as UTF-8")
+        position = _end_position(file, content[: error.start].decode("utf-8", "replace"))
+        problems.lines[file] = content.decode("utf-8", "replace").split("\n")
+        problems.error(
+            position, (), f"not UTF-8: byte 0x{content[error.start]:02x}", "save the file as UTF-8"
+        )
         return None
 
 
@@ -289,6 +294,7 @@ def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector)
     position = Position(file=file, line=1, column=1)
     if mark is not None:
         position = Position(file=file, line=mark.line + 1, column=mark.column + 1)
+    # PyYAML writes a tab in its message as \t.
     if "'\\t'" in message:
         _report_tabs(position, file, problems)
         return
@@ -309,6 +315,7 @@ def _report_tabs(position: Position, file: Path, problems: Collector) -> None:
     message = "a tab: YAML is indented with spaces only"
     hint = "replace it with spaces"
     problems.error(position, (), message, hint)
+    # PyYAML stops at the first tab. The others are reported, too, so that the author corrects all at once.
     for line_number, line in enumerate(problems.lines[file], start=1):
         tab = re.match("[ ]*\t", line)
         if tab and line_number > position.line:
@@ -327,7 +334,7 @@ class _Converter:
         self._count = 0
 
     def convert(self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]) -> YamlNode | None:
-        """Convert PyYAML's `node`, and return None after a problem, which is reported.
+        """Convert PyYAML's `node` to a node of this module, or report a problem and return None.
 
         An alias (``*NAME``) is replaced by a copy of the value with the anchor ``&NAME``.
 
@@ -354,6 +361,7 @@ class _Converter:
             return None
         if isinstance(node, yaml.ScalarNode) and node.tag in _TYPES:
             return Scalar(position=position, text=node.value, type=_TYPES[node.tag])
+        # Any other tag, such as !!binary or !!set, has no form in a recipe.
         if not isinstance(node, yaml.CollectionNode) or node.tag not in _COLLECTIONS:
             tag = str(node.tag).replace("tag:yaml.org,2002:", "!!")
             hint = "text that begins with ! must be quoted"
@@ -362,14 +370,17 @@ class _Converter:
         ancestors |= {id(node)}
         if isinstance(node, yaml.MappingNode):
             return self._convert_mapping(node, path, ancestors)
+        # An item with a problem is reported by `convert`, and left out.
         items = [self.convert(item, (*path, index), ancestors) for index, item in enumerate(node.value)]
         return Items(position=position, items=tuple(item for item in items if item is not None))
 
     def _convert_mapping(self, node: yaml.MappingNode, path: KeyPath, ancestors: frozenset[int]) -> Table:
-        """Convert PyYAML's mapping `node`.
+        """Convert PyYAML's mapping `node`. Keys and values with a problem are reported and left out.
 
-        Keys and values with a problem are reported and left out. The parameters are those of `convert`.
+        `path` is the key of the mapping in the recipe. `ancestors` are the ids of the mapping and of the
+        lists and mappings that contain it.
         """
+        # `keys` has the position of each key, also if its value has a problem and is not in `entries`.
         entries = {}
         keys: dict[str, Position] = {}
         for key, value in node.value:
