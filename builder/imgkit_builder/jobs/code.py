@@ -264,7 +264,8 @@ def _refuse_shadowed_projects(
         installed_projects = baked.read_projects(sif, _top_project_name(projects))
     for project in projects:
         for installed in installed_projects:
-            # An installed project without a folder is a copy in site-packages.
+            # An installed project without a folder is a copy in site-packages. One in the same folder is no
+            # problem: the job mounts the code over it.
             is_elsewhere = not installed.folder or installed.folder != project.folder
             if installed.name == project.name and is_elsewhere:
                 raise _unused_project_error(project, installed, flag, recipe)
@@ -306,11 +307,13 @@ def _unused_project_error(
     image_copy = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
     message += f", but the image runs {image_copy}"
     step = _pip_step(installed, recipe)
-    if installed.folder != folder:
+    if installed.folder != folder:  # if they are equal, only --code is wrong
         key = "a pip step" if step is None else f"image.pip[{step}]"
         hints.append(
             f"set `editable: {folder}` in {key} of the recipe {recipe.name}, and build the image again"
         )
+    # The positions are the lines of the recipe's file. A recipe from the record in an image has none. If the
+    # step that installs the project is unknown, the error names the first one.
     where = flag
     if recipe.positions:
         where = recipe.where("image", "pip", step or 0, "project")
@@ -354,16 +357,16 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     image : the job's image if it is a .sif or .sqsh on this machine. With None, only the sizes are checked.
     """
     image_names: Collection[str] = ()
-    if image is not None and code.left_out:
+    if image is not None and code.left_out:  # the image is read only if there is something to look for
         image_names = _names_in_image(image)
     names = []
     for name in code.left_out:
-        path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"
+        path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"  # without a leading slash, as in the image
         if path_in_image in image_names or _looks_like_data(code.folder, name):
             names.append(name)
     if not names:
         return ""
-    # Suggest the folder of a file, or the entry itself if it is at the top of the code.
+    # Suggest the folder of a file, or the entry itself if it is at the top of the code, which has no folder.
     folders = [posixpath.dirname(name) or name for name in names]
     unique_folders = list(dict.fromkeys(folders))  # each folder once, in the original order
     data = json.dumps(unique_folders[:_MAX_NAMES], ensure_ascii=False)
@@ -510,9 +513,9 @@ def _list_git_files(folder: Path) -> Collection[str] | None:
         path = folder / name
         # For a repository inside this one, git lists only the folder, without its files.
         if path.is_dir() and not path.is_symlink():
-            nested_names = _list_git_files(path) or ()
+            nested_names = _list_git_files(path) or ()  # nothing if git cannot list it
             names += [f"{name}/{nested}" for nested in nested_names]
-    return names or None
+    return names or None  # git ignores the whole folder if it lists nothing
 
 
 def _git_state(folder: Path) -> tuple[str, bool]:
@@ -536,13 +539,15 @@ def _git_state(folder: Path) -> tuple[str, bool]:
 def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     """Raise LargeContext if the code exceeds `LARGE_BYTES` or `MANY_FILES`, because it may contain data.
 
+    The caller does so before it reads any file, and not at all if the user has agreed (``--yes``).
+
     The error names the three largest entries at the top of the folder, by their size or their number of
     files. Data that is in the code by mistake is usually in one of these entries.
     """
     sizes = collections.Counter[str]()
     counts = collections.Counter[str]()
     for entry in entries:
-        # The first part of the path is the entry at the top of the folder.
+        # The first part of the path, such as "data" of "data/a/b.bin".
         top_name = entry.name.partition("/")[0]
         sizes[top_name] += entry.size_bytes
         if entry.kind == "file":
