@@ -137,7 +137,8 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
 
     Parameters
     ----------
-    connection, target : as in `check_remote`.
+    connection : the connection by which the script ran.
+    target : the recipe of the remote, whose scheduler and modules are checked. None if it has no recipe.
 
     Raises
     ------

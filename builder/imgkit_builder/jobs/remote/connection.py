@@ -99,7 +99,12 @@ class Connection:
     """Whether ssh may ask for a password or a second factor on the terminal."""
 
     def run(self, script: str, values: Mapping[str, str] = _NO_VALUES, *, by_transfer: bool = False) -> bytes:
-        """Run `script`, and return its complete output. The parameters are those of `stream`.
+        """Run `script` on the remote, wait for its end, and return its complete output.
+
+        Parameters
+        ----------
+        values : the values of the script's variables, by name.
+        by_transfer : whether to use the remote's host for transfers, if the remote has one.
 
         Raises
         ------
@@ -111,7 +116,12 @@ class Connection:
         return self.answer(self.stream(script, values, by_transfer=by_transfer))
 
     def answer(self, output: Generator[bytes, None, None]) -> bytes:
-        """Return all of `output`, which `stream` yields in chunks. The errors are those of `run`."""
+        """Return all of `output`, the generator of `stream`, which runs the script only now.
+
+        Raises
+        ------
+        Cut, ScriptFailed, TooLong, ToolFailed : ssh or the script failed, as `run` describes.
+        """
         return process.read_answer(output, f"a command on {self.remote.name}")
 
     def stream(
@@ -144,6 +154,8 @@ class Connection:
         """
         token = secrets.token_hex(16)
         host = self.host(by_transfer=by_transfer)
+        # The remote takes as many bytes of its input for the script as `text` has. The rest is the script's own
+        # input.
         text = f"{self.prelude(token, values)}\nset -- {shlex.join(args)}\n{script}".encode()
         argv = (*self.ssh_argv(host), LOGIN_SHELL_LINE.format(count=len(text)))
         stdin = itertools.chain([text], data)
@@ -383,14 +395,14 @@ def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Gener
     ------
     ToolFailed : the line is missing, or is not within the first `_MAX_BANNER_BYTES`.
     """
-    chunks = iter(output)
+    chunks = iter(output)  # one iterator, so that the end of this function goes on after the first chunks
     first_bytes = b""
     for chunk in chunks:
         first_bytes += chunk
         if token_line in first_bytes or len(first_bytes) > _MAX_BANNER_BYTES:
             break
     banner, separator, script_output = first_bytes.partition(token_line)
-    if not separator:
+    if not separator:  # without the token, nothing shows that the output is from imgkit's script
         message = f"the login shell of {host} runs no command"
         banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
         if banner_end:

@@ -205,8 +205,10 @@ def find_superseded(
 
     Raises
     ------
-    Cut, ScriptFailed, ToolFailed : in the cases of `find_unused`.
+    Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
+    ToolFailed : the remote's answer is cut short.
     """
+    # `images` is in order of age, so the first of these is the newest.
     older = [image for image in images if image.project == current.project and image.name != current.name]
     by_path = {f"images/{image.name}": image for image in older[1:]}  # without the newest one
     if not by_path:
@@ -331,12 +333,14 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     """Return the job notes in the lines that the script `_LIST` prints.
 
     A job note says what a job uses. It combines the lines about a file in ``jobs`` with the lines about the
-    job's folder in ``runs``. A file whose name is not a job id is left out.
+    job's folder in ``runs``, which does not exist before the job starts. A file whose name is not a job id is
+    left out.
     """
     note_lines = collections.defaultdict[str, list[str]](list)  # by job id, the lines of the file in "jobs"
     for match in _matches(_NOTE_LINE, lines):
         note_lines[match["id"]].append(match["text"])
     run_times_s = _change_times_s("run", lines)
+    # A run that has succeeded has nothing left to do, even if it has checkpoints.
     resumable_runs = _matching_runs(_CHECKPOINT, lines) - _matching_runs(_SUCCESS, lines)
     notes = []
     for job_id, submitted_s in _change_times_s("job", lines).items():
@@ -348,7 +352,7 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
             id=job_id,
             system=used.system,
             folders=used.folders,
-            used_s=max(submitted_s, run_times_s.get(run, 0)),
+            used_s=max(submitted_s, run_times_s.get(run, 0)),  # 0: there is no run folder yet
             is_resumable=run in resumable_runs,
         )
         notes.append(note)
@@ -390,6 +394,7 @@ def select_unused(listing: StoreListing, unfinished: UnfinishedBySystem, before_
     unfinished : the jobs that have not ended, for each system in `listing`.
     before_s : Unix time on the remote. "Recently" means at this time or later.
     """
+    # The notes come first, because a folder is unused only if none of them uses it.
     used_paths: set[str] = set()
     ended_jobs = []
     for note in listing.notes:
@@ -429,9 +434,11 @@ def _unfinished_by_system(connection: Connection, listing: StoreListing) -> Unfi
 def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
     """Return the jobs of a system that have not ended, or the reason why they are unknown.
 
+    With such a reason, the caller takes every job of the system for unfinished, and keeps its files.
+
     Parameters
     ----------
-    name : ``SYSTEM`` or ``SYSTEM;CLUSTER``, as in `JobNote`.
+    name : the system, such as ``slurm``, or ``SYSTEM;CLUSTER`` if Slurm manages several clusters.
 
     Raises
     ------
@@ -450,7 +457,7 @@ def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
         if cluster or not is_for_cluster:
             argv.append(argument.format(cluster=cluster))
     finished = remote_jobs.run_scheduler_command(connection, argv)
-    if finished.returncode != 0:
+    if finished.returncode != 0:  # its output may lack jobs
         reason = f"{argv[0]} failed with exit code {finished.returncode}: {finished.tail()}"
         return UnfinishedJobs(unknown_reason=reason)
     return UnfinishedJobs(ids=frozenset(finished.output.split()))

@@ -165,6 +165,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     """Run rsync, and report how many bytes of all files it has processed.
 
     rsync prints only the position in the current file. So the sizes of the finished files are added to it.
+    The caller translates an exit code of rsync other than 0, which is raised as `Exited`.
 
     Parameters
     ----------
@@ -176,7 +177,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     """
     finished_bytes = 0
     output_end = b""
-    for chunk in process.filter_through(argv, ()):
+    for chunk in process.filter_through(argv, ()):  # rsync gets an empty input
         # Only the end of the output is kept, because the statistics are there and the output can be long.
         output_end = (output_end + chunk)[-_TAIL_BYTES:]
         for match in _POSITION.finditer(chunk):
