@@ -154,8 +154,8 @@ class Connection:
         """
         token = secrets.token_hex(16)
         host = self.host(by_transfer=by_transfer)
-        # The remote takes as many bytes of its input for the script as `text` has. The rest is the script's own
-        # input.
+        # The remote takes as many bytes of its input for the script as `text` has. The rest is the script's
+        # own input.
         text = f"{self.prelude(token, values)}\nset -- {shlex.join(args)}\n{script}".encode()
         argv = (*self.ssh_argv(host), LOGIN_SHELL_LINE.format(count=len(text)))
         stdin = itertools.chain([text], data)

@@ -101,8 +101,8 @@ def _fetch_run_folder(
     checkpoints : whether the checkpoints of the training run are copied as well.
     """
     # Without -p, the files get the permissions of new local files. The secret by which the nodes of the run
-    # recognize each other, and an unfinished copy of the code, must stay on the remote. Their names begin with
-    # a dot.
+    # recognize each other, and an unfinished copy of the code, must stay on the remote. Their names begin
+    # with a dot.
     options = ["-rt", "--exclude=.*"]
     if not checkpoints:
         options.append("--exclude=checkpoints/")
