@@ -270,19 +270,22 @@ class Runtime(abc.ABC):
             # PYTHONPATH cannot be used to find the package. Python ignores it with -I, and the entry points
             # start their workers with -I as well.
             python_options = (python, "-I", "-m", PACKAGE)
+        # Each part runs the rest of the argv. The command of --activate comes first, so that it cannot
+        # replace the user's variables.
         prefix = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_options)
         return self._start(job, (*prefix, *command), forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the argv that starts `command` in the container.
 
-        `argv` has already added the user's variables.
+        `argv`, the only caller, has already added the user's variables to `command`.
 
         Parameters
         ----------
-        forward : as in `argv`.
+        forward : names of variables that docker passes on from its own environment. Other runtimes pass on
+            all variables.
         """
-        return command
+        return command  # without a container, nothing has to be added
 
     def _entry_point_python(self, job: Job) -> str:
         """Return the path of the Python that runs a ``dist-*`` command: ``PYTHON -I -m PACKAGE dist-run``.
@@ -347,6 +350,7 @@ class Runtime(abc.ABC):
                 where="--option",
                 hint="leave it out",
             )
+        # Runtimes differ in where their options begin: "docker run" has two words before them.
         program_and_verb = argv[: self.options_index]
         return (*program_and_verb, *options, *argv[self.options_index :])
 
@@ -408,6 +412,7 @@ class Runtime(abc.ABC):
         """
         container = job.container
         variables = self.system_variables(job)
+        # The check comes first, because the lines after it use the variables of the site.
         lines = self._require_site_variables(job, variables)
         lines += quoting.export_lines(job.settings)
         if container.env_file:
@@ -450,7 +455,7 @@ class Runtime(abc.ABC):
         image, and leaves out values that are wrong for its node.
         """
         system_facts = job.recipe.system
-        overridden = user_variables(job.container)
+        overridden = user_variables(job.container)  # a new set, which is changed below
         partition = system_facts.partitions.get(job.allocation.queue)
         if partition is not None and partition.interfaces:
             # The nodes of this partition have other network interfaces than those in system.env.
@@ -461,7 +466,8 @@ class Runtime(abc.ABC):
             if name in overridden:
                 continue
             if name == VISIBLE_GPUS:
-                # system.env lists all GPUs of a node, but the job may have requested fewer.
+                # system.env lists all GPUs of a node, but the job may have requested fewer. With 0 GPUs, the
+                # value is empty, which hides them all.
                 indices = value.split(",")[: job.allocation.gpus]
                 variables[name] = ",".join(indices)
             elif not reads_env_in_image:

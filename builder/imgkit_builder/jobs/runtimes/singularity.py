@@ -134,7 +134,7 @@ class Singularity(Runtime):
         argv = self._argv_to_image(job, "exec")
         if not _is_sqsh(job):
             return (*argv, *command)
-        set_library_path = ""
+        set_library_path = ""  # shell text
         libraries = self.listed_libraries(job)
         if libraries:
             set_library_path = quoting.export_library_path(libraries)

@@ -199,7 +199,7 @@ def _parse_client_options(job: Job) -> _ClientOptions:
             large_shm = True
             continue
         if not equals_sign:
-            pair = next(options, "")
+            pair = next(options, "")  # this item is not an option, and the loop skips it
         name, separator, value = pair.partition("=")
         if flag not in values_of_flag or not separator:
             raise _unsupported_option_error(job, flag)
@@ -337,6 +337,7 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
         name = f"volume{index}"
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
+    # A container without mounts would be an empty patch of a TrainJob.
     containers = []
     has_only_name = len(container) == 1  # "name" is its only key
     if mounts or not has_only_name:

@@ -126,9 +126,9 @@ def _hosts(job: Job) -> tuple[str, ...]:
 
 
 def _check_hosts(job: Job) -> None:
-    """Check that ``--hosts`` names one host for each node.
+    """Check that ``--hosts`` names one host for each node, in a form that the job's starter accepts.
 
-    If mpirun starts the job, check that it can use them.
+    The starter is mpirun or ssh (``--mpi-start``).
 
     Raises
     ------
@@ -137,7 +137,7 @@ def _check_hosts(job: Job) -> None:
     flags = job.flags(MpiFlags)
     nodes = job.allocation.nodes
     by_ssh = flags.mpi_start == "ssh"
-    # Without hosts, mpirun starts one node on this machine.
+    # Without hosts, mpirun starts one node on this machine. ssh always needs a host.
     needs_hosts = bool(flags.names) or nodes > 1 or by_ssh
     if needs_hosts and len(flags.names) != nodes:
         raise _host_count_error(flags.names, nodes)
@@ -250,6 +250,7 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
         return {}
     hosts = _hosts(job) or ("127.0.0.1",)
     rendezvous = {"IMGKIT_NODES": ",".join(hosts), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(MASTER_PORT)}
+    # `container.env` has the user's values, from --env.
     return {name: job.container.env.get(name, value) for name, value in rendezvous.items()}
 
 
@@ -270,11 +271,13 @@ def _ssh_script(job: Job) -> Script:
     """
     # A run by hand has no job id from which a port could be computed. A fixed port would let two runs with
     # the same head connect to each other, and other users would know it. So the port is random.
+    # All hosts must get the same one.
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     ssh_lines = []
     guarded_commands = []
     for rank, host in enumerate(_hosts(job)):
         command = _node_command(job, rank, port)
+        # What a user types needs no guard: Ctrl-C in the terminal ends it.
         ssh_argv = ("ssh", "-t", host, _remote_line(job, _node_argv(job, command)))
         ssh_lines.append(command_line(ssh_argv))
         guarded_line = _remote_line(job, _guarded_node_argv(job, command))
@@ -286,6 +289,7 @@ def _ssh_script(job: Job) -> Script:
         foreground=True,
         host_commands=tuple(guarded_commands),
         host_input=_ssh_input(job),
+        # With spare nodes, the run goes on when another host than the head fails.
         head_decides=job.outlives_nodes,
     )
 
@@ -315,6 +319,7 @@ def _torch_comments(job: Job) -> list[str]:
     lines = ["# The same by PyTorch's own launcher:"]
     for rank, host in enumerate(_hosts(job)):
         launch = _torch_launch(job, program, rank)
+        # The command of the job decides which variables of the system it gets, so it is replaced as well.
         node_argv = _node_argv(dataclasses.replace(job, command=launch), launch)
         ssh_argv = ("ssh", "-t", host, _remote_line(job, node_argv))
         lines.append(f"# {shlex.join(ssh_argv)}")
@@ -333,7 +338,7 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
     port : the port on the head to which the other hosts connect.
     """
     hosts = _hosts(job)
-    if len(hosts) == 1:
+    if len(hosts) == 1:  # there is no other host to find
         return job.command
     head = _head_host(job)
     if _starts_node_agent(job):
@@ -413,7 +418,7 @@ def _torch_program(command: Argv) -> Argv:
     which torch does not know.
     """
     name, *arguments = command
-    if {"-h", "--help", "--version"} & set(arguments):
+    if {"-h", "--help", "--version"} & set(arguments):  # it starts no workers
         return ()
     if name == "dist-run" and arguments and not arguments[0].startswith("-"):
         return tuple(arguments)

@@ -123,6 +123,7 @@ class Pbs(System):
         text = render_template(
             job,
             "pbs.sh.j2",
+            # With "-j oe", errors go to the file of the output, the only one that `log_source` follows.
             directives=_directive_texts(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
             by_task=starter,
             patience_s=PEER_EXIT_S,
@@ -308,9 +309,11 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
     """
     nodes = job.allocation.nodes
     by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
+    # A node agent, imgkit's process on each node, finds its rank in the variables of whoever has started it.
+    # Docker passes on only the variables that are listed here.
     placement = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
     forward = [*placement, *pbs.FORWARD, RUN_DIR]
-    if job.makes_secret:
+    if job.makes_secret:  # the nodes of the run recognize each other by this secret
         forward.append(VARIABLE)
     argv = with_folder_check(job, runtime_of(job).argv(job, job.command, forward=tuple(forward)))
     if not by_pals:

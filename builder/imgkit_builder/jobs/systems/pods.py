@@ -341,6 +341,7 @@ def pod_variables(job: Job) -> Mapping[str, str]:
                 where=job.recipe.where("system", "env", name),
                 hint=f"--env {name}=VALUE",
             )
+    # The last value of a variable counts.
     return {**_output_folders(job), **job.settings, **system_variables, **job.container.env}
 
 

@@ -150,7 +150,7 @@ class Slurm(System):
         is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
         # The job's script has two ways to start the container: by srun directly, or in a shell function of
-        # the template for jobs with spare nodes.
+        # the template for jobs with spare nodes. Both checks run before that, as steps of their own.
         text = render_template(
             job,
             "slurm.sh.j2",
@@ -204,7 +204,7 @@ class Slurm(System):
         For an array, the output has one row for each task. The state of the array follows from the states of
         its tasks, and its exit code is the highest code of a task.
         """
-        # The pattern has one group for each command. In each match, all groups but one are empty, so joining
+        # Each pattern has one group for each command. In each match, all groups but one are empty, so joining
         # them gives the value.
         names = map("".join, _STATE.findall(output))
         codes = map("".join, _CODE.findall(output))
@@ -374,7 +374,7 @@ def _resource_options(job: Job) -> Argv:
     allocation = job.allocation
     options = [f"--nodes={allocation.nodes}"]
     if job.outlives_nodes:
-        options.append("--no-kill")
+        options.append("--no-kill")  # otherwise, Slurm ends the job when it loses a node
     options.append("--ntasks-per-node=1")
     if allocation.gpus:
         options.append(f"--gres={job.recipe.system.node.gres or 'gpu'}:{allocation.gpus}")
@@ -440,6 +440,7 @@ def _folder_check(job: Job) -> Argv:
     folders = mounted_folders(job)
     if not folders or runtime_of(job).node_check(job):
         return ()
+    # ls fails and names the folder. With -L, a link to a missing folder counts as missing.
     return (*_STEP_BEFORE, "ls", "-dL", *folders)
 
 
