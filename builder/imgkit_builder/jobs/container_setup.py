@@ -137,6 +137,7 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
             if flag.field == "env":
                 continue
             value = flag.value(flags)
+            # A flag that can be given several times has a tuple as its value.
             values = value if isinstance(value, tuple) else (value,)
             _refuse_secret(tuple(map(str, values)), where=flag.names[0])
 
@@ -242,20 +243,20 @@ def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
 def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     """Return the mounts of the recipe, of ``--bind`` and of the secret's file, in this order.
 
-    Each container mounts the job's folder anyway. So the secret's file is mounted only if it is outside of
-    that folder.
+    The secret is a text by which the nodes of the run recognize each other. Each container mounts the job's
+    folder anyway. So the secret's file is mounted only if it is outside of that folder.
 
     Raises
     ------
     UsageError : a value of ``--bind`` is not ``SRC[:DEST[:ro]]``, or a mount would hide the run's code.
     """
-    requested = job.request.container.binds
-    for bind in requested:
+    requested_binds = job.request.container.binds
+    for bind in requested_binds:  # the binds of the recipe were checked when it was loaded
         faults = [*rules.printable_text(bind), *rules.bind_mount(bind)]
         if faults:
             message, hint = faults[0]
             raise UsageError(message, where="--bind", hint=hint)
-    binds = (*job.recipe.system.runtime.binds, *requested)
+    binds = (*job.recipe.system.runtime.binds, *requested_binds)
     if job.request.container.code is not None:
         _refuse_hidden_code(binds)
     if not secret_file or runtime_of(job).is_isolated:  # pods get the secret from Kubernetes

@@ -124,6 +124,7 @@ def prepare_build(
     if file.suffix in RECIPE_SUFFIXES:  # any other text is the name of a recipe, and must stay as it is
         source = str(file.absolute())
     image = request.directory.absolute() / (build.output or f"{file.stem}.sif")
+    # The output is left out, because the command below names it by its absolute path.
     arguments = flags.option_arguments(SifBuildRequest, dataclasses.replace(build, output=None))
     if verbose:
         arguments += ("--verbose",)

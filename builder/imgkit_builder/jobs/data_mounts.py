@@ -78,7 +78,7 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
     UsageError : the job's runtime cannot mount a folder.
     """
     specs = spec.parse_all(job.request.container.data)
-    sources = {}
+    sources = {}  # the path on the nodes, by the item of the request
     for data_folder in folders:
         path = f"{store}/{data_folder.name}" if store else str(data_folder.path)
         sources[data_folder.spec] = quoting.check_flag_value("data", path)
@@ -122,7 +122,7 @@ def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None
             where="data",
             hint='--code ., or in imgkit.toml: code = "."',
         )
-    if runtime.is_isolated:
+    if runtime.is_isolated:  # the job runs in pods
         _refuse_unlinkable_in_pods(job, mount, data_spec.source)
     if not runtime.has_container:
         _refuse_unlinkable_on_host(job, mount, data_spec.source)
@@ -221,9 +221,9 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
     ------
     UsageError : the code has a file at the path where data is to be mounted.
     """
-    kinds = {entry.name: entry.kind for entry in entries}
+    kinds = {entry.name: entry.kind for entry in entries}  # of the code, and of what is yielded below
     for data_spec in spec.parse_all(request.container.data):
-        if not is_in_code(data_spec.target):
+        if not is_in_code(data_spec.target):  # the runtime creates mount points outside of the code
             continue
         for mount_point in _points_of_data(data_spec):
             kind = kinds.get(mount_point.name, "")

@@ -138,8 +138,8 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
             where=title,
             hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
         )
-    # The .sif of the project's recipe is beside imgkit.toml. The .sif of any other recipe is in the current
-    # folder.
+    # From here on, the .sif is the result of a build or conversion. The .sif of the project's recipe is
+    # beside imgkit.toml. The .sif of any other recipe is in the current folder.
     folder = Path()
     if not recipe and request.project and request.project.recipe:
         folder = request.project_folder

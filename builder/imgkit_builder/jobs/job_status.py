@@ -137,6 +137,7 @@ def report_job(record: SubmittedJob, run: Runner) -> JobReport:
     ------
     ToolFailed : the scheduler did not answer. The job may still be running.
     """
+    # `answer` is what the scheduler printed at the submission, if it contained no id.
     if record.answer is not None:
         return JobReport(record=record)  # without an id, the scheduler cannot be asked
     report = _ask_scheduler(record, run) or _report_without_scheduler(record, run)
@@ -198,6 +199,7 @@ def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | Non
             raise
         return None
     command_has_failed = answer.returncode != 0
+    # squeue, for example, succeeds and prints nothing about a job that has left the queue.
     is_in_queue = not command_has_failed and answer.output.strip() != ""
     report = _read_answer(record, argv, answer, run, is_in_queue=is_in_queue)
     if report is not None or has_ended:
@@ -228,6 +230,8 @@ def _read_answer(
         counts, because a failed command can print anything.
     """
     system = systems.get_system(record.job.system)
+    # Such a system only prints text about the job, in which imgkit finds no state. The record keeps its
+    # state.
     if not system.reports_state and answer.returncode == 0:
         return JobReport(record=record, argv=argv, text=answer.output)
     status = system.parse_status(answer.output)
@@ -394,6 +398,7 @@ def ending_text(report: JobReport) -> str:
     record = report.record
     job = record.job
     text = f"{job.handle} {_outcome_text(report)}"
+    # `argv` is the scheduler's command that knew the job. Without one, the exit code is from the run folder.
     is_from_run_folder = not report.argv and report.code is not None
     if is_from_run_folder and record.state != "cancelled":
         text += ", by its run folder"
@@ -532,6 +537,7 @@ def wait_for_job(
     if limit_s is not None:
         end_s = time.monotonic() + limit_s
     pauses_s = poll_pauses()
+    # An error of the first question is raised. Later ones are not, because the scheduler has known the job.
     report = _report_and_log(record, run, log)
     while not report.has_ended:
         remaining_s = end_s - time.monotonic()

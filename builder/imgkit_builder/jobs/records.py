@@ -196,6 +196,7 @@ def _record_path(handle: str) -> Path:
         raise ValueError(f"{handle!r} is not a job id")
     folder = _records_folder()
     path = folder / f"{handle}.json"
+    # A handle with a remote is complete. Without one, a job of this machine takes precedence.
     if at_sign or path.exists():
         return path
     paths_on_remotes = list(folder.glob(f"{glob.escape(job_id)}@*.json"))

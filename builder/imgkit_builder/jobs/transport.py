@@ -276,7 +276,7 @@ class Ssh(Transport):
         image_path = source.remote_image
         sent_image = None
         image_id = ""
-        if not image_path:
+        if not image_path:  # otherwise the user names an image that is on the remote already
             sent_image = Delivery(source=source, connection=self.connection, report=report).bring(contents)
             image_path = sent_image.path
             # The job's record contains the id of the image only if imgkit built it.
