@@ -109,7 +109,7 @@ def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> C
     if sum(entry.size_bytes for entry in entries) > LARGE_BYTES:
         report.stage(f"read {folder}")
     tree = CodeTree([*entries, *data_mounts.mount_points(request, entries)], report)
-    git_description, is_committed = _git_state(folder)
+    git_description, is_committed = _describe_git_state(folder)
     return CodeFolder(
         folder=folder,
         tree=tree,
@@ -358,7 +358,7 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     """
     image_names: Collection[str] = ()
     if image is not None and code.left_out:  # the image is read only if there is something to look for
-        image_names = _names_in_image(image)
+        image_names = _list_names_in_image(image)
     names = []
     for name in code.left_out:
         path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"  # without a leading slash, as in the image
@@ -373,7 +373,7 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
 
 
-def _names_in_image(image: Path) -> frozenset[str]:
+def _list_names_in_image(image: Path) -> frozenset[str]:
     """Return the paths of the files that the image has in ``/workspace``, such as ``workspace/data/a.bin``.
 
     If no program on this machine can read the image, the result is empty.
@@ -518,7 +518,7 @@ def _list_git_files(folder: Path) -> Collection[str] | None:
     return names or None  # git ignores the whole folder if it lists nothing
 
 
-def _git_state(folder: Path) -> tuple[str, bool]:
+def _describe_git_state(folder: Path) -> tuple[str, bool]:
     """Return what ``git describe`` prints for `folder`, and whether all changes in the folder are committed.
 
     For example, the result is ``("v1.2-3-g3f2a91c", True)``. If git is not installed or `folder` is in no

@@ -60,7 +60,7 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     # `env` contains variables whose values may appear in the script. `names` contains the variables of --env
     # NAME, whose values may not.
     job = job.with_container(
-        binds=_all_mounts(job, secret_file),
+        binds=_check_and_list_mounts(job, secret_file),
         workdir=workdir,
         env=dict(split_variable(assignment) for assignment in requested.env if "=" in assignment),
         names=_secret_variable_names(requested, passes_names),
@@ -240,7 +240,7 @@ def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
     return quoting.check_flag_value(flag, str(job.directory / file))
 
 
-def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
+def _check_and_list_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     """Return the mounts of the recipe, of ``--bind`` and of the secret's file, in this order.
 
     The secret is a text by which the nodes of the run recognize each other. Each container mounts the job's

@@ -308,9 +308,9 @@ def _probe_argv(job: Job) -> Argv:
     the runtime, options and mounts of the job. It starts without GPUs, code, data, packages, working
     directory and settings of the node agent, which a login node may lack and the probe does not need.
     """
+    # The argv is part of the cache's key. Whatever does not change the report should stay out of it.
     probe_job = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
-    # The variable with the digest of the code is left out. It would be part of the cache's key, so that each
-    # edit of the code would start the image again.
+    # With the variable that has the digest of the code, each edit of the code would start the image again.
     env = {name: value for name, value in job.container.env.items() if name != CODE_VARIABLE}
     probe_job = probe_job.with_container(code=None, code_folder="", data=(), packages=(), workdir="", env=env)
     python_argv = tuple(inside.python_probe_argv(job.request.container.python))

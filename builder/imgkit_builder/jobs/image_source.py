@@ -265,7 +265,7 @@ def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
     host = source.target.system.transfer.host
     if remote.transfer or not fanout.is_host(host):
         return remote
-    ssh_config = _ssh_config(remote.address)
+    ssh_config = _read_ssh_config(remote.address)
     login_user = ssh_config.get("user", "")
     # The login host itself is the host for transfers.
     if host == ssh_config.get("hostname"):
@@ -276,7 +276,7 @@ def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
     return dataclasses.replace(remote, transfer=f"{login_user}@{host}")
 
 
-def _ssh_config(address: str) -> dict[str, str]:
+def _read_ssh_config(address: str) -> dict[str, str]:
     """Return the options that ssh uses for `address`: ``{"hostname": "glogin1.bsc.es", "user": "me", ...}``.
 
     They include the settings in ~/.ssh/config. The result is empty if ssh fails.

@@ -246,7 +246,7 @@ def _scheduler_report(record: SubmittedJob, argv: Argv, status: JobStatus, run: 
     if status.state == "failed" and code:
         # If one task fails, srun ends the other tasks by SIGTERM, and the scheduler reports their higher exit
         # code, 143. The run folder contains the code of the task that failed first.
-        code = _code_in_run_folder(record, run) or code
+        code = _read_exit_code(record, run) or code
     current = dataclasses.replace(record, state=status.state)
     return JobReport(record=current, argv=argv, text=status.text, code=code, wait=status.wait)
 
@@ -258,22 +258,23 @@ def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
     derived from the exit code in the run folder. Without such a code, the state is ``ended``, which means an
     unknown outcome.
     """
+    # "ended" means an unknown outcome. The exit code may have reached the run folder since.
     if record.state in FINAL_STATES and record.state != "ended":
         return JobReport(record=record)
-    code = _code_in_run_folder(record, run)
+    code = _read_exit_code(record, run)
     state: JobState = "ended"
     if code is not None:
         state = "succeeded" if code == 0 else "failed"
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
 
 
-def _code_in_run_folder(record: SubmittedJob, run: Runner) -> int | None:
+def _read_exit_code(record: SubmittedJob, run: Runner) -> int | None:
     """Return the exit code of a run from its run folder, or None if the folder contains none.
 
     The node agent of the head (the node with rank 0) writes the code at the end of the run. It cannot do so
     if it is killed.
     """
-    return stop_protocol.parse_result_code(_file_of_run(record, stop_protocol.RESULT, run))
+    return stop_protocol.parse_result_code(_read_file_of_run(record, stop_protocol.RESULT, run))
 
 
 def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
@@ -281,14 +282,14 @@ def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
 
     The result is None if no node agent has written the file with this information, as in jobs on CPUs.
     """
-    return gpu_use.parse(_file_of_run(record, stop_protocol.GPU_USE, run))
+    return gpu_use.parse(_read_file_of_run(record, stop_protocol.GPU_USE, run))
 
 
-def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
+def _read_file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     """Return the text of the file `name` in the job's run folder, which may be on a remote.
 
-    If there is no such file, the result is empty or the error message of ``cat``. So the caller must parse
-    the text strictly.
+    If there is no such file, or if it belongs to a later job of the run, the result is empty or the error
+    message of ``cat``. So the caller must parse the text strictly.
     """
     # Each task of an array has its own run folder, so there is no single file. For a remote that only stores
     # files, `run` runs commands on another machine than the remote.
@@ -359,7 +360,7 @@ def failure_hints(report: JobReport, run: Runner) -> Iterator[str]:
     # Each task of an array writes its output to another file.
     if record.job.array:
         return
-    output = _end_of_output(record, run)
+    output = _read_end_of_output(record, run)
     if _OUT_OF_MEMORY.search(f"{report.text}\n{output}"):
         yield f"the job ran out of memory: {_memory_remedy(record)}"
     elif report.code == _KILLED_CODE:
@@ -371,12 +372,13 @@ def failure_hints(report: JobReport, run: Runner) -> Iterator[str]:
         yield from systems.single_process_warnings(record.command)
 
 
-def _end_of_output(record: SubmittedJob, run: Runner) -> str:
+def _read_end_of_output(record: SubmittedJob, run: Runner) -> str:
     """Return the last 64 KiB of the job's output, or "" if the output is not in a file.
 
     Some systems show the output only through a command.
     """
     log_argv = systems.get_system(record.job.system).log_source(record.job)
+    # The command is "tail ... FILE FILE" with absolute paths, or another program without any.
     log_files = [argument for argument in log_argv if argument.startswith("/")]
     if not log_files:
         return ""
@@ -472,30 +474,30 @@ class WaitLog:
         self._job = job
         self._log = log
         self._state: JobState = ""
-        self._logged: WaitInfo | None = None
+        self._logged_wait: WaitInfo | None = None
         """What was logged last about this wait. It is None if the job does not wait or nothing was logged."""
 
     def update(self, state: JobState, wait: WaitInfo) -> None:
         """Log a state that the scheduler has just reported, unless it is the state that was logged last."""
         if state != "waiting":
-            if state == "running" and self._logged is not None:
+            if state == "running" and self._logged_wait is not None:
                 self._log("running")
-            self._logged = None
-        elif self._is_news(wait):
+            self._logged_wait = None  # a requeued job may wait again, which is then news
+        elif self._has_unlogged_news(wait):  # which compares with the state of the last call
             self._log(waiting_text(self._job, wait))
-            self._logged = wait
+            self._logged_wait = wait
         self._state = state
 
-    def _is_news(self, wait: WaitInfo) -> bool:
+    def _has_unlogged_news(self, wait: WaitInfo) -> bool:
         """Return whether `wait` contains something that has not been logged yet."""
-        if self._logged is None:
+        if self._logged_wait is None:
             # A scheduler needs a moment to determine the reason. On an idle cluster, the job has started by
             # then. So a first report without a reason is not logged.
             return bool(wait.reason) or self._state == "waiting"
         # Slurm withdraws its estimate of the start and computes it again, many times. So only the first
         # estimate is logged.
-        is_first_estimate = bool(wait.expected_start) and not self._logged.expected_start
-        return wait.reason != self._logged.reason or is_first_estimate
+        is_first_estimate = bool(wait.expected_start) and not self._logged_wait.expected_start
+        return wait.reason != self._logged_wait.reason or is_first_estimate
 
 
 # Seconds between two questions about a job. The last value repeats. More frequent questions would load the

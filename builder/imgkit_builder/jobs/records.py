@@ -149,7 +149,7 @@ def _find_task(handle: str) -> SubmittedJob | None:
             continue
         task_id = systems.task_id(job, job_id)
         if quoting.is_job_id(task_id):
-            task = dataclasses.replace(job, id=task_id, array=False)
+            task = dataclasses.replace(job, id=task_id, array=False)  # one task is an ordinary job
             # The state and the fetched folder in the record belong to the array. Nothing is known about the
             # task yet.
             return dataclasses.replace(record, job=task, state="", fetched="")

@@ -157,10 +157,10 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
             next_field = system.queue.fields[option]
     sif_queue = dataclasses.replace(queue, name=fields["name"], qos=fields["qos"], options=tuple(options))
     system_facts = dataclasses.replace(recipe.system, queue=sif_queue)
-    return _with_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
+    return _with_copied_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
 
 
-def _with_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Target:
+def _with_copied_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Target:
     """Return `recipe` with the positions of some keys recorded under further keys as well.
 
     A position is the line of a recipe that an error message names. When a value is copied to another key, its
@@ -185,7 +185,8 @@ _SMALLEST_NUMBERS = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_
 def _refuse_small_numbers(request: JobRequest) -> None:
     """Raise UsageError if a number in the request is below the minimum of its field."""
     for flag in declared_options(JobRequest):
-        # Fields without a minimum, such as texts, are skipped below.
+        # None means that the user has not given the flag. Fields without a minimum, such as texts, are
+        # skipped below.
         minimum = _SMALLEST_NUMBERS.get(flag.field)
         value = flag.value(request)
         if minimum is not None and value is not None and value < minimum:
@@ -215,7 +216,7 @@ def _select_partition(recipe: Target, name: str) -> Target:
     for index in range(len(partition.options)):
         old_key = (*partition_key, "options", index)
         new_keys[old_key] = ("system", "queue", "options", first_index + index)
-    return _with_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
+    return _with_copied_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
 
 
 def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
@@ -317,7 +318,7 @@ def _with_nodes(job: Job, system: System) -> Job:
         cpus=_cpus_per_node(recipe, request, gpus),
         memory=memory if has_memory_option else None,
         # `_queue_allocation` has set the time limit before.
-        stop_before_s=_stop_before(request, job.allocation.time),
+        stop_before_s=_seconds_before_limit(request, job.allocation.time),
     )
 
 
@@ -466,7 +467,9 @@ def chooses_cpus(request: JobRequest) -> bool:
     """
     if request.allocation.gpus == 0:
         return True
-    command_line = " ".join(request.launch.command)  # "bash -c 'dist-train --device cpu'" counts as well
+    # Joined and split again, so that an argument such as 'dist-train --device cpu' of "bash -c" counts as
+    # well.
+    command_line = " ".join(request.launch.command)
     arguments = command_line.replace("=", " ").split(" ")
     return ("--device", "cpu") in itertools.pairwise(arguments)
 
@@ -837,7 +840,7 @@ def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
     )
 
 
-def _stop_before(request: JobRequest, time_limit: str) -> int:
+def _seconds_before_limit(request: JobRequest, time_limit: str) -> int:
     """Return how many seconds before the time limit the program is asked to save its state. 0 means never.
 
     ``--stop-before`` sets the number. Without it, a job of ten minutes or more is asked `STOP_BEFORE_S`

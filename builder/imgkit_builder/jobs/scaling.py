@@ -364,14 +364,14 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
 
     A value is left out if the files of the run do not contain it.
     """
-    figures = _launch_figures(run_folder, nodes)
+    figures = _figures_from_run_folder(run_folder, nodes)
     use = measured.read_gpu_use(run_folder)
     if use:
         figures["gpu_percent"] = use.gpu_percent
         figures["memory_MiB"] = use.memory_MiB
     # The values that the program writes about itself are more exact. For example, torch measures the memory
     # at each step. So they replace the values from above.
-    figures.update(_metrics_figures(measured.last_metrics(run_folder)))
+    figures.update(_figures_from_metrics(measured.last_metrics(run_folder)))
     for bandwidth in measured.read_bandwidths(run_folder):
         figures[f"{bandwidth.collective} busbw_GBps"] = bandwidth.busbw_GBps
         figures[f"{bandwidth.collective} algbw_GBps"] = bandwidth.algbw_GBps
@@ -380,7 +380,7 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items()}
 
 
-def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _figures_from_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the measured values of a run from the lines of its ``metrics.jsonl``.
 
     They are the mean rate, the mean GPU use, the mean MFU (the used part of the GPU's peak performance), and
@@ -398,7 +398,7 @@ def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]
     return figures
 
 
-def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
+def _figures_from_run_folder(run_folder: Path, nodes: int) -> dict[str, float]:
     """Return the number of ranks and the wall time of a run, from the files of its node agents.
 
     A node agent is imgkit's process on each node. If a node agent has not started or not ended, its file is

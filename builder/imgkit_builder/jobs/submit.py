@@ -420,7 +420,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     output contains no job id, the record gets the output and an id that imgkit chooses.
     """
     job = ready.job
-    output = _submission_answer(ready, transport)
+    output = _call_scheduler(ready, transport)
     job_id, cluster = _parse_job_id(output, job)
     resumed = job.request.resumed
     queued = QueuedJob(
@@ -455,7 +455,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     return transport.with_store(record, job)  # for a job in pods, its files are on another machine
 
 
-def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
+def _call_scheduler(ready: PreparedJob, transport: Transport) -> str:
     """Submit the script of `ready`, and return the output of the scheduler's command, such as ``"4711\\n"``.
 
     Raises

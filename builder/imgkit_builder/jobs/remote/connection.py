@@ -208,12 +208,12 @@ class Connection:
         if not self.ask:
             return
         for host in self._hosts():
-            if not self._control_master("check", host):
+            if not self._control_shared_connection("check", host):
                 self.run(":", by_transfer=host == self.remote.transfer)
 
     def close(self) -> bool:
         """Close the shared connections, and return whether at least one was open."""
-        were_open = [self._control_master("exit", host) for host in self._hosts()]
+        were_open = [self._control_shared_connection("exit", host) for host in self._hosts()]
         # The list is complete before `any` looks at it, so that all connections are closed.
         return any(were_open)
 
@@ -223,7 +223,7 @@ class Connection:
             return (self.remote.address,)
         return self.remote.address, self.remote.transfer
 
-    def _control_master(self, command: str, host: str) -> bool:
+    def _control_shared_connection(self, command: str, host: str) -> bool:
         """Send a command to the shared connection of `host`. Return False if no such connection is open.
 
         Parameters

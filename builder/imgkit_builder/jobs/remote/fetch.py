@@ -110,7 +110,7 @@ def _fetch_run_folder(
     with tempfile.NamedTemporaryFile(
         "w", prefix="imgkit-", encoding="utf-8", errors="surrogateescape"
     ) as patterns:
-        unchanged_names = _unchanged_code(connection, record)
+        unchanged_names = _list_unchanged_code(connection, record)
         for name in unchanged_names:
             patterns.write(f"/{WORKSPACE}/{_escape_pattern(name)}\n")
         patterns.flush()
@@ -129,7 +129,7 @@ def _fetch_run_folder(
                 raise
 
 
-def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
+def _list_unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
     """Return the names of the code files in the run's copy that the run has not changed.
 
     For a job without code, the result is empty. A name with a line break is left out, because rsync reads the

@@ -302,7 +302,7 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
     )
 
 
-def _matches(pattern: re.Pattern[str], lines: Sequence[str]) -> Iterator[re.Match[str]]:
+def _match_lines(pattern: re.Pattern[str], lines: Sequence[str]) -> Iterator[re.Match[str]]:
     """Yield a match for each line that `pattern` matches completely."""
     for line in lines:
         match = pattern.fullmatch(line)
@@ -316,7 +316,7 @@ def _parse_folders(lines: Sequence[str]) -> tuple[StoredFolder, ...]:
     Folders with paths that imgkit does not use are left out.
     """
     folders = []
-    for match in _matches(_FOLDER, lines):
+    for match in _match_lines(_FOLDER, lines):
         if not _PATH.fullmatch(match["path"]):
             continue
         folder = StoredFolder(
@@ -337,7 +337,7 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     left out.
     """
     note_lines = collections.defaultdict[str, list[str]](list)  # by job id, the lines of the file in "jobs"
-    for match in _matches(_NOTE_LINE, lines):
+    for match in _match_lines(_NOTE_LINE, lines):
         note_lines[match["id"]].append(match["text"])
     run_times_s = _change_times_s("run", lines)
     # A run that has succeeded has nothing left to do, even if it has checkpoints.
@@ -366,7 +366,7 @@ def _matching_runs(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:
     ----------
     pattern : `_CHECKPOINT` or `_SUCCESS`.
     """
-    return {match["run"] for match in _matches(pattern, lines)}
+    return {match["run"] for match in _match_lines(pattern, lines)}
 
 
 def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
@@ -377,7 +377,7 @@ def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
     kind : ``run`` for the folders in ``runs``, or ``job`` for the files in ``jobs``.
     """
     times_s = {}
-    for match in _matches(_CHANGE, lines):
+    for match in _match_lines(_CHANGE, lines):
         if match["kind"] == kind:
             times_s[match["name"]] = int(match["time_s"])
     return times_s

@@ -423,6 +423,8 @@ def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
     # job may contain.
     checked_path = home.replace("\N{REPLACEMENT CHARACTER}", "\0")
     try:
+        # Only to see whether the path is refused. The error of this function names the remote instead of a
+        # flag.
         quoting.check_flag_value("--directory", checked_path)
     except UsageError as error:
         return UsageError(

@@ -201,7 +201,10 @@ def send_data(
 
     Raises
     ------
-    Cut, ToolMissing, CheckFailed, ScriptFailed : in the cases of `send_folder`.
+    Cut : the connection was lost too often. The same call resumes the transfer later.
+    ToolMissing : rsync is missing on this machine or on the remote.
+    CheckFailed : the file system of the remote has too little free space.
+    ScriptFailed : a command on the remote failed.
     UsageError : a file has changed since the folder was listed.
     """
     links = tuple(f"--link-dest={rsync.FOLDER}/{name}" for name in earlier)
@@ -241,8 +244,11 @@ def send_image(
 
     Raises
     ------
-    Cut, ToolMissing, CheckFailed, ScriptFailed : in the cases of `send_folder`.
-    CheckFailed : the file on the remote differs from `image`, for example because `sif` has changed.
+    Cut : the connection was lost too often. The same call resumes the transfer later.
+    ToolMissing : rsync is missing on this machine or on the remote.
+    CheckFailed : the file system of the remote has too little free space, or the file there differs from
+        `image`, for example because `sif` has changed.
+    ScriptFailed : a command on the remote failed.
     """
     options = ["-rpt", "--copy-links", "--ignore-times"]
     if basis is not None:
@@ -252,6 +258,7 @@ def send_image(
         folder.mkdir()
         (folder / SIF).symlink_to(sif.absolute())
         files.write_file(folder / IMAGE_JSON, image.to_json().decode())
+        # rsync follows the link because of --copy-links, so the .sif is not copied here.
         source = Source(
             path=folder,
             label="image",
@@ -355,7 +362,7 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
     ToolFailed : the remote's answer cannot be read.
     """
     remote = connection.remote.name
-    output = connection.run(_PUBLISH, {**values, **_checked_partition(source.image)}, by_transfer=True)
+    output = connection.run(_PUBLISH, {**values, **_partition_variables(source.image)}, by_transfer=True)
     if output == b"different\n":
         path = str((source.path / SIF).resolve())
         raise CheckFailed(
@@ -367,8 +374,10 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
         raise unreadable_answer(remote, output)
 
 
-def _checked_partition(image: RemoteImage | None) -> dict[str, str]:
-    """Return the variables of `_PUBLISH` with the digest, start and length of the image's root partition.
+def _partition_variables(image: RemoteImage | None) -> dict[str, str]:
+    """Return the variables by which the script `_PUBLISH` checks the image's root partition on the remote.
+
+    They are the digest, the start and the length of the partition.
 
     A folder without an image is not checked. The script skips the check if the digest is "".
     """

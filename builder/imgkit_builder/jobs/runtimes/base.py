@@ -306,7 +306,7 @@ class Runtime(abc.ABC):
         if self.environment_by_options:
             return ()
         assignments = quoting.assignments(job.container.env)
-        if self.has_container:
+        if self.has_container:  # without one, the exports alone are enough
             # `exports` sets these variables on the node, and the shell of the node replaces $NAME by the
             # value.
             assignments += [quoting.ShellText(f'"{name}=${name}"') for name in self.system_variables(job)]
@@ -515,6 +515,7 @@ fi"""
             folder = entry_points.folder
             mounts.append(f"{folder}/{PACKAGE}:{entry_points.site}/{PACKAGE}:ro")
             mounts.append(f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro")
+        # The job's folder has the same path in the container as on the node.
         mounts.append(str(job.directory))
         return tuple(mounts)
 
@@ -528,6 +529,7 @@ fi"""
         system_facts = job.recipe.system
         libraries = system_facts.runtime.host_libs
         if system_facts.fabric.host_libs == "auto":
+            # `HOST_FOLDERS` are mounted in any case, so what is below them needs no mount of its own.
             other_folders = [folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS)]
             for folder in (*HOST_FOLDERS, *other_folders):
                 yield f"{folder}:{HOST}{folder}:ro"

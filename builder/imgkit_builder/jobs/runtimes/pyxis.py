@@ -212,7 +212,10 @@ class Pyxis(Runtime):
         return (*lines, *super().exports(job))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return the options of srun for pyxis, and then the shell that runs `command` in the container."""
+        """Return the options of srun for pyxis, and then the shell that runs `command` in the container.
+
+        pyxis is a plug-in of srun, so the caller puts ``srun`` before the result.
+        """
         container = job.container
         options = self.options(job)
         mounts = ",".join(dict.fromkeys(with_targets(self.mounts(job))))  # each once, in order

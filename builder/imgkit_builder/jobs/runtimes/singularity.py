@@ -100,6 +100,7 @@ class Singularity(Runtime):
 
         It is ``singularity shell``, unless something must be set up in the container before the shell starts.
         """
+        # Without a command, `system_variables` returns all variables of the system.
         job = dataclasses.replace(job, command=())
         has_variables = job.container.env or self.system_variables(job)
         if has_variables or job.request.container.activate or job.container.packages or _is_sqsh(job):

@@ -157,12 +157,12 @@ class _Host:
         )
         self.readers = []  # one thread for the output, and one for the errors
         for stream, is_error in ((self.process.stdout, False), (self.process.stderr, True)):
-            reader = threading.Thread(target=self._show, args=(stream, is_error, show), daemon=True)
+            reader = threading.Thread(target=self._show_lines, args=(stream, is_error, show), daemon=True)
             reader.start()
             self.readers.append(reader)
         self.send(data)
 
-    def _show(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
+    def _show_lines(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
         """Call `show` with each line of `stream` until the stream ends. This runs in a thread of its own."""
         for line in iter(functools.partial(stream.readline, LINE_BYTES), b""):
             show(self.name, line.removesuffix(b"\n"), is_error)
@@ -186,9 +186,12 @@ class _Host:
     def exit_code(self) -> int | None:
         """Return the exit code of ssh, or None if ssh is still running or its output is not completely shown.
 
+        ssh exits with the code of the command on the host.
+
         If a signal N ended ssh, the code is 128 + N, as in a shell.
         """
         code = self.process.poll()
+        # ssh can have ended while its last output is still in the pipes.
         for reader in self.readers:
             if reader.is_alive():  # some output is not shown yet
                 return None

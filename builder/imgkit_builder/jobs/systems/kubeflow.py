@@ -58,7 +58,7 @@ class Kubeflow(pods.Pods):
                 where=job.recipe.where("system", "queue", "node_pools"),
                 hint="use --format runai, or a recipe without queue.node_pools",
             )
-        document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
+        document = _pytorchjob_document(job) if kind == "pytorchjob" else _trainjob_document(job)
         comments = _interactive_comments(job, kind) if job.is_interactive else ()
         text = "\n".join((*comments, _to_yaml(_without_empty_values(document))))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
@@ -75,7 +75,7 @@ class Kubeflow(pods.Pods):
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the command that shows the job and its events."""
-        kind, name = _kind_and_name(record)
+        kind, name = _split_job_id(record)
         return (("kubectl", "describe", kind, name, *_namespace_options(record.queue)),)
 
     def parse_status(self, output: str) -> JobStatus:
@@ -91,7 +91,7 @@ class Kubeflow(pods.Pods):
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of all pods."""
-        kind, name = _kind_and_name(record)
+        kind, name = _split_job_id(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
         # With a selector, kubectl by default prints only the last 10 lines of each pod, and follows at most 5
         # pods.
@@ -100,7 +100,7 @@ class Kubeflow(pods.Pods):
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in a pod's container, next to the job's program."""
-        kind, name = _kind_and_name(record)
+        kind, name = _split_job_id(record)
         pod = node
         if not pod and kind == "trainjob":
             # JobSet gives its Jobs fixed names, but the names of their pods end with random characters. With
@@ -114,7 +114,7 @@ class Kubeflow(pods.Pods):
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that deletes the job and its pods."""
-        kind, name = _kind_and_name(record)
+        kind, name = _split_job_id(record)
         return ("kubectl", "delete", kind, name, *_namespace_options(record.queue))
 
 
@@ -217,7 +217,7 @@ def _unsupported_option_error(job: Job, flag: str) -> UsageError:
     )
 
 
-def _pytorchjob(job: Job) -> dict[str, Any]:
+def _pytorchjob_document(job: Job) -> dict[str, Any]:
     """Return a PyTorchJob with a master pod for the first node and a worker pod for each other node.
 
     Usually, pods are never restarted, and all pods stay after the end of the job so that their logs can be
@@ -261,7 +261,7 @@ def _pytorch_pod(job: Job) -> dict[str, Any]:
     return _pod_template(job, container, schedulerName=scheduler)
 
 
-def _trainjob(job: Job) -> dict[str, Any]:
+def _trainjob_document(job: Job) -> dict[str, Any]:
     """Return a TrainJob, which contains the values of this job for the cluster's training runtime `RUNTIME`.
 
     The runtime is a template for jobs. Kubeflow Trainer creates the pods from it.
@@ -401,7 +401,7 @@ def _pod_resources(job: Job) -> dict[str, Any]:
     return {"limits": limits, "requests": requests}
 
 
-def _kind_and_name(record: QueuedJob) -> tuple[str, str]:
+def _split_job_id(record: QueuedJob) -> tuple[str, str]:
     """Return the two parts of the job's id, which is ``KIND.NAME``."""
     kind, _, name = record.id.partition(".")
     return kind, name

@@ -313,7 +313,7 @@ def _torch_comments(job: Job) -> list[str]:
     This is PyTorch's own launcher. If it cannot start the job, for example because of spare nodes, the result
     is empty.
     """
-    program = _torch_program(job.command)
+    program = _program_for_torch(job.command)
     if not program or job.allocation.size.spares:
         return []
     lines = ["# The same by PyTorch's own launcher:"]
@@ -409,7 +409,7 @@ def _remote_line(job: Job, argv: Argv) -> str:
     return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(argv)}"
 
 
-def _torch_program(command: Argv) -> Argv:
+def _program_for_torch(command: Argv) -> Argv:
     """Return the arguments by which ``torch.distributed.launch`` starts the program of `command`.
 
     ``dist-run train.py --lr 1`` -> ``train.py --lr 1``, and ``dist-train --lr 1`` -> ``-m MODULE --lr 1``.

@@ -162,7 +162,10 @@ class Pbs(System):
         return find_job_id(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands that ask the queue, and then the history, which not every server keeps."""
+        """Return the commands that ask the queue, and then the history, which not every server keeps.
+
+        The first one must ask the queue, because `job_status` takes its output for a job that waits or runs.
+        """
         return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 
     def parse_status(self, output: str) -> JobStatus:

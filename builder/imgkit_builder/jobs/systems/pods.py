@@ -354,14 +354,14 @@ def _output_folders(job: Job) -> dict[str, str]:
     """
     run_folder = job.run_folder
     if not run_folder:
-        parent = _writable_folder(job)
+        parent = _find_writable_folder(job)
         if parent is None:
             return {}
         run_folder = str(parent / "runs" / pod_name(job))
     return {"IMGKIT_RUN_DIR": run_folder, "IMGKIT_LOG_DIR": f"{run_folder}/logs"}
 
 
-def _writable_folder(job: Job) -> PurePosixPath | None:
+def _find_writable_folder(job: Job) -> PurePosixPath | None:
     """Return a folder on a writable volume of the job, or None if no volume is writable.
 
     It is the job's folder if that is on a writable volume, and otherwise the path of the first writable

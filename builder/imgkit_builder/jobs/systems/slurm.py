@@ -182,8 +182,9 @@ class Slurm(System):
         return find_job_id(output, r"[0-9]+(;.+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands that ask the queue, the accounting and Slurm's controller.
+        """Return the commands that ask the queue, the accounting and Slurm's controller, in this order.
 
+        The first one must ask the queue, because `job_status` takes its output for a job that waits or runs.
         The controller still knows a job for some minutes after its end.
         """
         cluster = _cluster_options(record.cluster)
@@ -361,7 +362,7 @@ def _output_options(job: Job, id_pattern: str) -> Argv:
     id_pattern : the part of the file names that sbatch replaces by the job's id, for example ``%j``.
     """
     folder = str(job.directory)
-    if " " in folder:
+    if " " in folder:  # sbatch splits directives at blanks
         folder = f'"{folder}"'
     options = [f"--chdir={folder}", f"--output=%x-{id_pattern}.out"]
     if job.recipe.system.queue.output == "separate":
