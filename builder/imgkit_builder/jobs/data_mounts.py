@@ -50,7 +50,7 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
 
     Raises
     ------
-    ImgkitError : in the cases of `hub.download`.
+    ImgkitError : a repository cannot be downloaded.
     """
     complete = []
     for data_folder in folders:
@@ -104,7 +104,9 @@ def _with_hub_variables(job: Job) -> Job:
     home = f"{workspace}/{spec.HUB_HOME}"
     # A system can set HF_HUB_CACHE, which huggingface_hub prefers to HF_HOME.
     variables = {"HF_HOME": home, "HF_HUB_CACHE": f"{home}/hub", "HF_HUB_OFFLINE": "1"}
-    if not runtime.has_container:  # only in settings does the shell replace $IMGKIT_RUN_DIR
+    # Without a container, the path of the run's copy contains $IMGKIT_RUN_DIR, which the shell replaces only
+    # in settings.
+    if not runtime.has_container:
         return dataclasses.replace(job, settings={**job.settings, **variables})
     return job.with_container(env={**variables, **job.container.env})
 

@@ -29,7 +29,12 @@ _MAX_LISTED_JOBS = 5
 
 
 def save_record(record: SubmittedJob) -> None:
-    """Save `record` to its file, from which `find_record` reads it. An older version is replaced."""
+    """Save `record` to its file, from which `find_record` reads it. An older version is replaced.
+
+    Raises
+    ------
+    OSError : the file cannot be written.
+    """
     folder = _records_folder()
     folder.mkdir(parents=True, exist_ok=True)
     fields = dataclasses.asdict(record)

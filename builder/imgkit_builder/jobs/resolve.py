@@ -104,6 +104,7 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
     system = systems.get_system(recipe.system.scheduler)
+    # The warnings come first, because they compare the flags with the queues of the original recipe.
     warnings = (
         *_unused_flag_warnings(recipe, request, system),
         *_unlisted_queue_warnings(recipe, request.allocation.queue),
@@ -687,6 +688,7 @@ def _cpus_of_gpus_error(recipe: Target, cpus: int, gpus: int) -> UsageError:
     node = recipe.system.node
     cpus_of_gpus = _cpus_of_gpus(node, gpus)
     share_text = f"{node.cpus_per_gpu} each"
+    # `_cpus_of_gpus` has limited the number to the CPUs of a node.
     if cpus_of_gpus < gpus * (node.cpus_per_gpu or 0):
         share_text = "all of a node"
     return UsageError(

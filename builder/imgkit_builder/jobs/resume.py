@@ -166,7 +166,7 @@ def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRu
         return ResumedRun(job=record.job.handle, folder=folder)
     # If the run was resumed before, its copy may contain newer code than the record of this job names.
     answer = run(("cat", "--", str(folder / "code.json")))
-    code = record.code
+    code = record.code  # stays if the file cannot be read
     with contextlib.suppress(ValueError):  # if the job has not started, the file does not exist
         code = json_text.build_value(CodeRecord, json_text.parse(answer.output), "code.json")
     return ResumedRun(job=record.job.handle, folder=folder, code=code)

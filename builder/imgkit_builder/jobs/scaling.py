@@ -348,6 +348,7 @@ def _measure_size(size: ScalingSize, report_folder: Path) -> ScalingSize:
     handle = find_job(size.job)
     state = handle.wait()
     try:
+        # For a job of this machine, nothing is copied, and the result is the job's own run folder.
         run_folder = handle.fetch(report_folder / f"{size.nodes}-nodes")
     except CheckFailed:  # the job has ended without creating a run folder
         return dataclasses.replace(size, state=state, figures={})

@@ -129,7 +129,7 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     job = _with_code(job, code, Ssh.code_folder)
-    if code is not None and source.recipe:
+    if code is not None and source.recipe:  # only a recipe says which code its image contains
         job = job.with_warning(code_folders.image_code_notice(job))
     return job
 
@@ -491,7 +491,8 @@ def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
     except Exception:
         # A plug-in can raise any exception. The job exists nevertheless, and only its id is unknown.
         return "", ""
-    # sbatch prints "4711;CLUSTER" on a site with several clusters.
+    # sbatch prints "4711;CLUSTER" on a site with several clusters. Both parts name files and become
+    # arguments.
     job_id, _, cluster = id_text.partition(";")
     if not quoting.is_job_id(job_id) or (cluster and not quoting.is_job_id(cluster)):
         return "", ""

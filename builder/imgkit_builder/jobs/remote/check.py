@@ -121,7 +121,8 @@ def check_remote(connection: Connection, target: Target | None) -> tuple[Check, 
     values = {
         "folder": connection.remote.folder,
         "volume": connection.remote.volume,
-        # FIND_PROGRAM adds the PATH of a login shell if this program is not on PATH.
+        # The lines `FIND_PROGRAM` of the script add the PATH of a login shell if this program is not on PATH.
+        # Any of the expected programs shows whether that is needed.
         "program": expected_programs[0],
         "schedulers": " ".join(submit_programs.values()),
     }

@@ -264,6 +264,7 @@ def add_remote(remote: Remote, *, replace: bool = False) -> None:
         error.
     """
     text = _read_file()
+    # A file with an error is refused here, before it is written again.
     if remote.name not in _parse_file(text):
         other_tables = text
     elif replace:
@@ -283,7 +284,7 @@ def _format_table(remote: Remote) -> str:
 
     Keys with their default value are left out, except for the folder.
     """
-    defaults = RemoteTable(address="", folder="")
+    defaults = RemoteTable(address="", folder="")  # no remote has an empty address or folder
     lines = [f"[{remote.name}]"]
     for field in dataclasses.fields(RemoteTable):
         value = getattr(remote, field.name)

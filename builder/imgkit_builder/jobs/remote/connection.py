@@ -230,7 +230,7 @@ class Connection:
         ----------
         command : a command for ``ssh -O``, such as ``check`` or ``exit``.
         """
-        if self.socket_folder is None:
+        if self.socket_folder is None:  # connections are not shared
             return False
         argv = (*self._options(), "-O", command, "--", host)
         return process.run(argv, check=False).returncode == 0
@@ -348,7 +348,7 @@ def _find_socket_folder() -> tuple[Path | None, str]:
     """Return a private folder for the sockets of shared ssh connections, and an empty text.
 
     If no folder can be used, return None and the reason. The reason is about the first folder, which the user
-    can choose (XDG_RUNTIME_DIR).
+    can choose (XDG_RUNTIME_DIR). Then each command opens its own connection.
     """
     candidates = []
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")

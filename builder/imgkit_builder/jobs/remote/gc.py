@@ -178,6 +178,9 @@ def find_unused(connection: Connection, days: int) -> Unused:
     Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
     ToolFailed : the remote's answer is cut short.
     """
+    # The schedulers are asked after the listing, so they report each job of the listing that has not ended.
+    # The other order would take a job for ended that was submitted in between. For jobs that are submitted
+    # later, `remove_unused` compares the times of the folders again.
     listing = _list_store(connection)
     unfinished = _unfinished_by_system(connection, listing)
     before_s = listing.clock_s - days * DAY_S
@@ -213,6 +216,7 @@ def find_superseded(
     by_path = {f"images/{image.name}": image for image in older[1:]}  # without the newest one
     if not by_path:
         return Unused(folders=()), {}
+    # In this order, for the reason that `find_unused` gives: no job of the listing may be taken for ended.
     listing = _list_store(connection)
     unfinished = _unfinished_by_system(connection, listing)
     needed_paths = _paths_of_jobs_to_run(listing, unfinished)

@@ -61,6 +61,7 @@ def _script_text(job: Job, script: Script) -> str:
     The first lines check that the image and the code still exist. Then the values of the user's variables are
     exported.
     """
+    # `_START` changes to this folder, so paths in it are relative.
     folder = str(job.directory)
     image = job.container.image.removeprefix(f"{folder}/")
     used_paths = [image]

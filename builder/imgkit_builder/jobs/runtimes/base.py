@@ -161,7 +161,7 @@ class Runtime(abc.ABC):
                     where=str(path),
                     hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
                 )
-            if sif.record is None:
+            if sif.record is None:  # imgkit writes its record into each .sif
                 return True
         return job.request.container.python_flag != "" or self._lacks_manifest(path)
 
@@ -180,7 +180,7 @@ class Runtime(abc.ABC):
         for example because the file is not on this machine.
         """
         path = Path(job.container.image)
-        arch = self._image_arch(path)
+        arch = self._image_arch(path)  # "" if it is unknown
         node_archs = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
         if not arch or arch in node_archs:
             return None
@@ -331,6 +331,7 @@ class Runtime(abc.ABC):
         """
         if not self.opens_shells:
             return ""
+        # Without a command, the shell gets all variables, including those that a dist-* command sets itself.
         shell_job = dataclasses.replace(job, command=())
         shell = " ".join(map(quoting.quote, self.shell(shell_job)))
         return " && ".join((*self.environment_lines(shell_job), f"exec {shell}"))

@@ -208,6 +208,8 @@ def _mpirun_argv(job: Job) -> Argv:
     nodes = job.allocation.nodes
     forward = _forwarded_variables(job)
     options = _mpirun_options(job)
+    # `forward` of mpirun sets variables on each host, and `FORWARD` names those that docker passes on from
+    # there.
     command = local.host_argv(job, runtime_of(job).argv(job, job.command, forward=FORWARD))
     if job.flags(MpiFlags).mpi_start != "ranks":
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
