@@ -148,6 +148,7 @@ def _find_parent_project(folder: Path) -> Iterator[InstalledProject]:
     for parent in folder.resolve().parents:
         file = parent / PYPROJECT
         if file.is_file():
+            # Without a folder, because the job does not get all of the project.
             yield InstalledProject(name=project_name(file))
             return
 

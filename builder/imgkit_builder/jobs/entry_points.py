@@ -230,10 +230,10 @@ def _refuse_python_flags(job: Job) -> None:
 
 
 def _run_here(argv: Sequence[str]) -> Finished:
-    """Run a command on this machine, and return its result even if the program is missing.
+    """Run a command on this machine, and return its exit code and output even if the program is missing.
 
-    For a missing program, the result has the exit code 127, as in a shell, and contains the error message. So
-    a missing program looks the same here and on a remote.
+    For a missing program, the exit code is 127, as in a shell, and the output is the error message. So a
+    missing program looks the same here and on a remote, and `_no_python_error` can recognize it.
     """
     try:
         return process.run(argv, check=False)

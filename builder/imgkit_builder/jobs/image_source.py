@@ -84,6 +84,7 @@ class ImageSource:
 
         In the paths of the job, `UNKNOWN_HOME` stands for imgkit's folder on the remote.
         """
+        # The name of the .sif on the remote is unknown so far, too.
         return self.job_on_remote(UNKNOWN_HOME, self.remote_image or "image.sif")
 
     def job_on_remote(self, home: str, image: str) -> Job:
@@ -127,7 +128,7 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
     UsageError : no recipe is named anywhere, there is no such recipe, or the file names no system.
     """
     title = find_title(recipe, request, default)
-    if request.container.image:
+    if request.container.image:  # --image names a file on the remote
         return _find_remote_image(title, request)
     file = Path(title)
     if image.is_sif(file):

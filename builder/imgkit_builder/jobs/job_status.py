@@ -569,6 +569,7 @@ def refresh_state(record: SubmittedJob, run: Runner) -> SubmittedJob:
     ------
     ToolFailed : the scheduler did not answer. The job may still be running.
     """
+    # The scheduler has nothing new to say about a job that has ended.
     if record.state in FINAL_STATES or not systems.get_system(record.job.system).reports_state:
         return record
     return report_job(record, run).record

@@ -65,6 +65,7 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
     job = Job(
         recipe=recipe,
         request=request,
+        # A flag of the system can choose another one: `--format` gives jobs of RunAI to Kubeflow.
         system=request.flags(system.flags).system or scheduler,
         name=quoting.check_flag_value("--name", request.name or recipe.name),
         directory=directory,
@@ -82,6 +83,8 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
             where="--code",
             hint="build it into the image (image.copy), and leave --code out, or add --no-code",
         )
+    # Each step reads what the one before has added: the settings depend on the nodes, and the checks on all
+    # of it.
     job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_agent_settings(job, system))
     job = container_setup.with_mounts_and_variables(job, passes_names=system.abilities.passes_names)
@@ -707,7 +710,7 @@ def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None
     nproc = request.launch.nproc
     if nproc is None:
         return node_cpus
-    if node_cpus is None:
+    if node_cpus is None:  # there is no known limit
         return nproc
     return min(nproc, node_cpus)
 
@@ -788,7 +791,7 @@ def _memory_limit_error(recipe: Target, memory: Memory, limit_MiB: int) -> Usage
     """Return the error for a request of more than `limit_MiB` of memory per node."""
     requested = memory.option
     largest_MiB = limit_MiB
-    if memory.gpus:
+    if memory.gpus:  # the size is for each GPU, so the hint must be as well
         requested = f"{memory.option} with {memory.gpus} GPUs is {size_text(memory.node_MiB)}"
         largest_MiB = limit_MiB // memory.gpus
     return UsageError(

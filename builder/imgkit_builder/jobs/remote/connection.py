@@ -209,6 +209,7 @@ class Connection:
             return
         for host in self._hosts():
             if not self._control_shared_connection("check", host):
+                # Any command opens the connection, which ssh keeps open afterwards (ControlPersist).
                 self.run(":", by_transfer=host == self.remote.transfer)
 
     def close(self) -> bool:

@@ -116,11 +116,12 @@ def _bring_file(
         record_bytes = run_script('tail -c "$2" -- "$1"\n', (path, str(record.END_BYTES)))
         return path, record.parse_end(record_bytes, path)
     stored = record.read(local_file)
+    # The name is a digest of the content, so an existing file need not be compared.
     remote_path = f"{folder}/{stored.squashfs_sha256}.sqsh"
     answer = run_script('if [ -e "$1" ]; then echo there; fi\n', (remote_path,))
     if not answer:
         report.note(f"to send: packages: {path}")
         with files.open_regular(local_file) as stream:
-            chunks = iter(lambda: stream.read(files.CHUNK_BYTES), b"")
+            chunks = iter(lambda: stream.read(files.CHUNK_BYTES), b"")  # until the end of the file
             run_script(_WRITE, (remote_path,), chunks)
     return remote_path, stored

@@ -86,7 +86,7 @@ class Kubeflow(pods.Pods):
         true_conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
         state: JobState = ""
         if true_conditions:
-            state = STATES.get(true_conditions[-1], "")
+            state = STATES.get(true_conditions[-1], "")  # "" for a condition that imgkit does not know
         return JobStatus(state=state, text=output)
 
     def log_source(self, record: QueuedJob) -> Argv:

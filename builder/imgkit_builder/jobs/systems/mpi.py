@@ -248,6 +248,7 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
     A value from the user replaces imgkit's own value. If mpirun starts only one node agent, no other node has
     to be found, and the result is empty.
     """
+    # With "ranks", mpirun starts several processes even on one node, and these must find each other.
     if job.allocation.nodes == 1 and job.flags(MpiFlags).mpi_start != "ranks":
         return {}
     hosts = _hosts(job) or ("127.0.0.1",)

@@ -63,7 +63,7 @@ class RunAI(pods.Pods):
         if not is_submitted:
             return
         kind = _job_kind(job)
-        if kind:
+        if kind:  # the first client, which has no kinds, does not list its options completely
             argv = (*_command_options(job, job.name), *job.recipe.system.queue.options)
             runai_client.refuse_unknown((*kind.split(), "submit"), argv)
 

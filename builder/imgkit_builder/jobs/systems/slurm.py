@@ -339,6 +339,7 @@ def _directive_options(job: Job, *, is_array: bool) -> Argv:
     """Return the options for the ``#SBATCH`` lines of the job's script."""
     directives = [
         f"--job-name={job.name}",
+        # `log_source` relies on these names. Each task of an array has its own file.
         *_output_options(job, "%A_%a" if is_array else "%j"),
         *_resource_options(job),
     ]
