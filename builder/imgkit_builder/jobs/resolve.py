@@ -341,8 +341,7 @@ def _unused_flag_warnings(
     used_names = set(system.uses)
     if runtime is not None:
         used_names.update(runtime.used_flags())
-    # `OPTIONAL` lists the flags that only some systems or runtimes use. The others
-    # always have an effect.
+    # `OPTIONAL` lists the flags that only some systems or runtimes use. The others always have an effect.
     unused_flags = {f"--{name}" for name in OPTIONAL if name not in used_names}
     ignored_flags = [flag for flag in flags_in(request) if flag in unused_flags]
     for flags in request.system_flags:

@@ -210,8 +210,8 @@ class RunnerWithFile:
     def __call__(self, argv: Sequence[str]) -> Finished:
         """Run the command `argv` on the remote, and return its exit code and its output.
 
-        The command ``cat -- FILE`` runs nothing, if another command has run before. It succeeds even if there
-        is no such file.
+        If another command has run before, ``cat -- FILE`` runs nothing on the remote. It then succeeds even
+        if there is no such file.
 
         Raises
         ------
@@ -219,7 +219,7 @@ class RunnerWithFile:
         TooLong : the command printed more than `process.MOST_BYTES`.
         """
         if self._file_text is None:
-            # The content of the file follows a zero byte. It is kept for a later call.
+            # The content of the file follows a zero byte. It is stored for a later call.
             finished = run_scheduler_command(self._connection, argv, file=self._file)
             output, _, self._file_text = finished.output.rpartition("\0")
             return dataclasses.replace(finished, output=output)

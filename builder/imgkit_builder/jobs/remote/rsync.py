@@ -167,7 +167,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     """Run rsync, and report how many bytes of all files it has processed.
 
     rsync prints only the position in the current file. So the sizes of the finished files are added to it.
-    The caller translates an exit code of rsync other than 0, which is raised as `Exited`.
+    If rsync fails, `Exited` is raised, which the caller translates for the user.
 
     Parameters
     ----------

@@ -352,7 +352,7 @@ def open_store(connection: Connection, *, program: str, code: str = "") -> Store
 
 
 def parse_store(output: bytes, remote: Remote) -> Store:
-    """Return the content of the store, imgkit's folder on a remote.
+    """Return the content of the store, which is imgkit's folder on a remote.
 
     `output` is what the script `_LIST_STORE` prints there, which `open_store` runs. Folders with
     names that imgkit does not use, and images with a damaged description, are left out.

@@ -522,7 +522,7 @@ def _refuse_taken_flags(name: str, plugin: System, systems: Iterable[System]) ->
     ``imgkit run`` accepts the flags of all systems, so each name can be used only once.
     """
     try:
-        plugin.flags()  # only to see whether it raises an error, as it does if a flag has no default
+        plugin.flags()  # called only because it raises an error if a flag has no default
         flag_names = _flag_names(plugin.flags)
     except Exception as error:  # the plug-in's own code can raise anything
         raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None

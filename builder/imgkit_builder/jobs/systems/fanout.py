@@ -353,7 +353,7 @@ def _collect_stop_signals() -> Iterator[list[int]]:
     try:
         yield received
     finally:
-        for number, handler in handlers.items():  # the handlers from before
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -164,7 +164,8 @@ class Pbs(System):
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands that ask the queue, and then the history, which not every server keeps.
 
-        The first one must ask the queue, because `job_status` takes its output for a job that waits or runs.
+        The first one must ask the queue. If it prints anything, `job_status` takes the job for waiting or
+        running.
         """
         return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 

@@ -128,7 +128,7 @@ def _client_command(kind: str, *arguments: str) -> Argv:
     ------
     UsageError : `kind`, which comes from the job's record, is not one of `KINDS`.
     """
-    # The kind becomes words of a command, so a damaged record must not contain any text.
+    # The kind becomes words of a command, so a damaged record must not put arbitrary text there.
     if kind and kind not in KINDS:
         raise UsageError(
             f"no runai client calls a job {kind!r}", where="the record of the job", hint="runai workload list"

@@ -184,8 +184,8 @@ class Slurm(System):
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the commands that ask the queue, the accounting and Slurm's controller, in this order.
 
-        The first one must ask the queue, because `job_status` takes its output for a job that waits or runs.
-        The controller still knows a job for some minutes after its end.
+        The first one must ask the queue. If it prints anything, `job_status` takes the job for waiting or
+        running. The controller still knows a job for some minutes after its end.
         """
         cluster = _cluster_options(record.cluster)
         # %S is the start of a running job, and the expected start of a waiting one. On a site with several
