@@ -140,7 +140,7 @@ def _refuse_unlinkable_in_pods(job: Job, mount: DataMount, name: str) -> None:
     Pods mount no folder of this machine. Only if a remote stores the files of the pods on their volume can
     the pods reach the data. The run's copy of the code then gets a link to it.
     """
-    # Only a job whose files are on a remote has a run folder here.
+    # In pods, a job has a run folder at this point only if a remote stores its files.
     has_copy = job.run_folder and job.request.container.code is not None
     if not has_copy or not is_in_code(mount.target) or "$" in mount.source:
         raise UsageError(

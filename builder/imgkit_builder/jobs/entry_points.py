@@ -90,8 +90,8 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
             raise _unreadable_image_error(job, is_remote=is_remote)
         return job
     python = _inspect_python(_without_missing_paths(job, run), digest, run)
-    # `built` is whether imgkit built the image. Another Python, which the user chooses, needs the entry points
-    # as well.
+    # `built` is whether imgkit built the image. Another Python, which the user chooses, needs the entry
+    # points as well.
     has_entry_points = python.built and python.entry_points != ""
     if has_entry_points and not chooses_python:
         return job

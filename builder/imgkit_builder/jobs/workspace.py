@@ -200,7 +200,7 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
     run_folder = str(resumed.folder)
     hint = f"to go on with the run's code: imgkit resume {resumed.job} --same-code"
     listing = parse_listing(run_script(LIST, (run_folder, str(store), today.sha256), ()))
-    if not listing.has_copy:
+    if not listing.has_copy:  # the job has not started, so nothing has to be updated
         return
     if not listing.sent:
         raise CheckFailed(

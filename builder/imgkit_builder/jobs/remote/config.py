@@ -62,7 +62,7 @@ def check_folder(folder: str, *, where: str) -> str:
     ------
     UsageError : the path contains a character with a special meaning in job scripts or bind options.
     """
-    path = folder.removeprefix("~/")
+    path = folder.removeprefix("~/")  # without it, the path is relative to the home folder anyway
     if not _FOLDER.fullmatch(path):
         raise UsageError(
             f"{path!r} cannot be the folder of jobs",

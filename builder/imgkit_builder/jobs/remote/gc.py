@@ -273,7 +273,7 @@ def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
 
 
 def _list_store(connection: Connection) -> StoreListing:
-    """Return the folders and job notes in the store.
+    """Return the folders and job notes (the files ``jobs/ID``) in the store, imgkit's folder on the remote.
 
     If the remote has no folder of imgkit, there are none.
     """

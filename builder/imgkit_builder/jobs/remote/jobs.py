@@ -155,9 +155,8 @@ def _submission_args(job: Job) -> Argv:
     """Return the first three arguments of the script `_SUBMIT`, which submits the job on the remote.
 
     They are the first line of the file ``jobs/ID``, which is the system, the other lines of that file, and
-    the paths of the image, code and data. The script itself depends on this order.
-    The script checks that these paths still exist, because `imgkit remote gc` may have removed them
-    meanwhile. The run folder need not exist yet.
+    the paths of the image, code and data. The script depends on this order. It checks that these paths still
+    exist, because `imgkit remote gc` may have removed them meanwhile. The run folder need not exist yet.
     """
     resumed = job.request.resumed
     used = UsedPaths.of_job(job, run=resumed.folder.name if resumed else "")

@@ -377,9 +377,8 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
 def _partition_variables(image: RemoteImage | None) -> dict[str, str]:
     """Return the variables by which the script `_PUBLISH` checks the image's root partition on the remote.
 
-    They are the digest, the start and the length of the partition.
-
-    A folder without an image is not checked. The script skips the check if the digest is "".
+    They are the digest, the start and the length of the partition. A folder without an image is not checked.
+    The script skips the check if the digest is "".
     """
     if image is None:
         return {"sum": ""}

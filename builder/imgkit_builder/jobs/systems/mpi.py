@@ -274,7 +274,7 @@ def _ssh_script(job: Job) -> Script:
     """
     # A run by hand has no job id from which a port could be computed. A fixed port would let two runs with
     # the same head connect to each other, and other users would know it. So the port is random.
-    # All hosts must get the same one.
+    # All hosts must get the same port.
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     ssh_lines = []
     guarded_commands = []

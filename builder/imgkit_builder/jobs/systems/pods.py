@@ -280,7 +280,7 @@ def pod_workdir(job: Job) -> str:
     UsageError : ``--directory`` is not on a volume of the pods.
     """
     if job.container.code is not None:
-        return job.run_folder  # `start_script` changes to the folder of --workdir
+        return job.run_folder  # the start script later changes to the folder of --workdir
     folder = pod_directory(job)  # also raises the error for a folder that the pods do not have
     return job.container.workdir or str(folder or "")
 
