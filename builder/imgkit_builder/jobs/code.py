@@ -554,18 +554,18 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
         if entry.kind == "file":
             counts[top_name] += 1
     if sizes.total() > LARGE_BYTES:
-        total = size_text(sizes.total())
+        total_text = size_text(sizes.total())
         largest = sizes.most_common(_MAX_NAMES)
         # Small entries are not named, because they are not the reason.
         top_entries = [f"{name} {size_text(size)}" for name, size in largest if size > _DATA_BYTES]
     elif counts.total() > MANY_FILES:
-        total = f"{counts.total():,} files"
+        total_text = f"{counts.total():,} files"
         fullest = counts.most_common(_MAX_NAMES)
         top_entries = [f"{name} {count:,}" for name, count in fullest if count > _FEW_FILES]
     else:
         return
     raise LargeContext(
-        f"the code has {total}: {', '.join(top_entries)}",
+        f"the code has {total_text}: {', '.join(top_entries)}",
         where=f"--code {folder}",
         hint="list data in .gitignore, and name its folder in imgkit.toml (data = [...]); to send all of it: "
         "--yes",

@@ -128,10 +128,10 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
     Other users could read it in the job script, in records and in argument lists. The value of ``--env`` is
     not checked here, because `split_variable` checks it.
     """
-    system = recipe.system
+    system_facts = recipe.system
     _refuse_secret(request.launch.command, where="COMMAND")
-    _refuse_secret(system.runtime.options, where=recipe.where("system", "runtime", "options"))
-    _refuse_secret(system.queue.options, where=recipe.where("system", "queue", "options"))
+    _refuse_secret(system_facts.runtime.options, where=recipe.where("system", "runtime", "options"))
+    _refuse_secret(system_facts.queue.options, where=recipe.where("system", "queue", "options"))
     for flags in (request, *request.system_flags):
         for flag in declared_options(type(flags)):
             if flag.field == "env":

@@ -154,9 +154,9 @@ def _prepare_job(
     recipe: Target, request: SubmitRequest, image: Path, command: Argv, *, warning: str = ""
 ) -> PreparedJob:
     """Return the job that creates `image` by `command` on the system of `recipe`, with its script."""
-    values = dataclasses.asdict(request)  # by the names of the fields
-    del values["system"]  # a JobRequest has no such field: `recipe` determines the system
-    job = resolve_conversion(recipe, JobRequest.of(**values, command=command), image)
+    request_fields = dataclasses.asdict(request)  # by the names of the fields
+    del request_fields["system"]  # a JobRequest has no such field: `recipe` determines the system
+    job = resolve_conversion(recipe, JobRequest.of(**request_fields, command=command), image)
     job = job.with_warning(warning)
     return PreparedJob(job=job, script=systems.get_system(job.system).conversion_script(job))
 

@@ -217,8 +217,8 @@ def _refuse_python_flags(job: Job) -> None:
     if container.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
-    values = {"--python": container.python, "--activate": container.activate}
-    for flag, value in values.items():
+    value_by_flag = {"--python": container.python, "--activate": container.activate}
+    for flag, value in value_by_flag.items():
         if re.search(r"[\x00-\x1f]", value):
             raise UsageError("it holds a control character", where=flag)
     if container.python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", container.python):

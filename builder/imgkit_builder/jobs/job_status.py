@@ -307,12 +307,12 @@ def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
 
     If the command succeeds, the job's record is updated to say that imgkit has cancelled the job.
     """
-    answer = run(systems.get_system(record.job.system).cancel_command(record.job))
+    finished = run(systems.get_system(record.job.system).cancel_command(record.job))
     # A task of an array has no record that could be updated.
-    if answer.returncode == 0 and records.has_record_file(record):
+    if finished.returncode == 0 and records.has_record_file(record):
         with contextlib.suppress(OSError):  # the job is cancelled even if its record cannot be updated
             records.save_record(dataclasses.replace(record, cancelled=True))
-    return answer
+    return finished
 
 
 def with_cancellation(record: SubmittedJob) -> SubmittedJob:
@@ -399,20 +399,20 @@ def ending_text(report: JobReport) -> str:
     """
     record = report.record
     job = record.job
-    text = f"{job.handle} {_outcome_text(report)}"
+    line = f"{job.handle} {_outcome_text(report)}"
     # `argv` is the scheduler's command that knew the job. Without one, the exit code is from the run folder.
     is_from_run_folder = not report.argv and report.code is not None
     if is_from_run_folder and record.state != "cancelled":
-        text += ", by its run folder"
+        line += ", by its run folder"
     if job.array:
-        return text  # each task has another run folder
+        return line  # each task has another run folder
     if record.state != "succeeded" and can_resume(record):
-        text += f"; imgkit resume {job.handle}"
+        line += f"; imgkit resume {job.handle}"
     if job.files_remote:
-        text += f"; imgkit fetch {job.handle}"
+        line += f"; imgkit fetch {job.handle}"
     elif record.has_run_folder:
-        text += f"; run folder: {job.run_folder}"
-    return text
+        line += f"; run folder: {job.run_folder}"
+    return line
 
 
 def can_resume(record: SubmittedJob) -> bool:
@@ -453,18 +453,18 @@ def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
     The line contains the scheduler's reason and its estimate of the start. If the job would never start as it
     is, the line says what the user can do.
     """
-    text = "waiting"
+    line = "waiting"
     if wait.reason:
-        text += f": {wait.reason}"
+        line += f": {wait.reason}"
     if wait.expected_start:
-        text += f"; expected start {wait.expected_start}"
+        line += f"; expected start {wait.expected_start}"
         if job.remote:
-            text += f", by the clock of {job.remote}"  # the remote may be in another time zone
+            line += f", by the clock of {job.remote}"  # the remote may be in another time zone
     if wait.note:
-        text += f"; {wait.note}"
+        line += f"; {wait.note}"
     if wait.change:
-        text += f"; the job will not start: imgkit cancel {job.handle}, and submit it with {wait.change}"
-    return text
+        line += f"; the job will not start: imgkit cancel {job.handle}, and submit it with {wait.change}"
+    return line
 
 
 class WaitLog:

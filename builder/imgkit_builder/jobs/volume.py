@@ -110,7 +110,7 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     """
     name = PurePosixPath(job.run_folder).name
     used = UsedPaths.of_job(job, run=name)
-    values = {
+    script_variables = {
         "folder": store.home,
         # The name of the note in "jobs" is an id, such as "20261128-224000-3f2a".
         "id": name.removeprefix(f"{job.name}-"),
@@ -120,7 +120,7 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
         "record": "",  # empty for a job without code, whose pods need no script
     }
     if job.container.code is not None:
-        values["record"] = job.container.code.text
-        values["script"] = pods.start_script(job)
-        values["script_name"] = pods.START_SCRIPT
-    connection.run(_MAKE_RUN_FOLDER, values)
+        script_variables["record"] = job.container.code.text
+        script_variables["script"] = pods.start_script(job)
+        script_variables["script_name"] = pods.START_SCRIPT
+    connection.run(_MAKE_RUN_FOLDER, script_variables)

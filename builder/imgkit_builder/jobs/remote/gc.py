@@ -260,10 +260,10 @@ def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
     """
     if not unused.folders and not unused.ended_jobs:
         return ()
-    values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
+    script_variables = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
     # The script reads the paths of the folders from its standard input, and the job ids from its arguments.
     paths = [f"{folder.path}\n".encode() for folder in unused.folders]
-    stream = connection.stream(_REMOVE, values, args=unused.ended_jobs, data=paths)
+    stream = connection.stream(_REMOVE, script_variables, args=unused.ended_jobs, data=paths)
     output = connection.answer(stream).decode(errors="replace")
     removed_paths = []
     for line in output.splitlines():
@@ -351,13 +351,13 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
         if not is_job_id(job_id):
             continue
         used = UsedPaths.parse(note_lines[job_id])
-        run = used.run_name(job_id)
+        run_name = used.run_name(job_id)
         note = JobNote(
             id=job_id,
             system=used.system,
             folders=used.folders,
-            used_s=max(submitted_s, run_times_s.get(run, 0)),  # 0: there is no run folder yet
-            is_resumable=run in resumable_runs,
+            used_s=max(submitted_s, run_times_s.get(run_name, 0)),  # 0: there is no run folder yet
+            is_resumable=run_name in resumable_runs,
         )
         notes.append(note)
     return tuple(notes)

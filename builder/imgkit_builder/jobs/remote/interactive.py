@@ -67,7 +67,9 @@ def _script_text(job: Job, script: Script) -> str:
     used_paths = [image]
     if job.container.code_folder:
         used_paths.append(job.container.code_folder.removeprefix(f"{folder}/"))
-    text = _START.format(folder=shlex.quote(folder), files=shlex.join(used_paths), image=shlex.quote(image))
+    lines_before = _START.format(
+        folder=shlex.quote(folder), files=shlex.join(used_paths), image=shlex.quote(image)
+    )
     for name in job.container.names:
-        text += f"export {name}={shlex.quote(os.environ[name])}\n"
-    return text + script.text
+        lines_before += f"export {name}={shlex.quote(os.environ[name])}\n"
+    return lines_before + script.text

@@ -128,12 +128,12 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
     program = script.submit[0]
     # The values of --env NAME, which may be secret, are part of the script. In arguments, other users of the
     # remote could see them.
-    values = {name: os.environ[name] for name in job.container.names}
-    export_line = f"export {' '.join(values)}\n" if values else ""
+    user_variables = {name: os.environ[name] for name in job.container.names}
+    export_line = f"export {' '.join(user_variables)}\n" if user_variables else ""
     output = connection.stream(
         export_line + _SUBMIT,
         # The last two replace variables of the user with the same names, because the script needs its own.
-        {**values, "folder": str(job.directory), "program": program},
+        {**user_variables, "folder": str(job.directory), "program": program},
         args=(*_submission_args(job), *script.submit),
         data=[script.text.encode()] if script.on_stdin else [],
     )
@@ -295,7 +295,7 @@ def _stream_output(
         status_argv = system.status_commands(record.job)[0]
         program = status_argv[0]
     mark = _MARK_START + secrets.token_hex(16)  # random, so that the output of a job cannot contain it
-    values = {
+    script_variables = {
         "program": program,
         "log": str(log_file(record)),
         "unknown_job": system.queue.unknown_job,
@@ -303,7 +303,7 @@ def _stream_output(
         "from": str(start + 1),  # tail -c counts bytes from 1
     }
     # The script _FOLLOW ends when its input ends, so the input is held open.
-    stream = connection.stream(script, values, args=status_argv, hold=script is _FOLLOW)
+    stream = connection.stream(script, script_variables, args=status_argv, hold=script is _FOLLOW)
     return split_stream(stream, mark.encode())
 
 

@@ -346,8 +346,8 @@ def open_store(connection: Connection, *, program: str, code: str = "") -> Store
     UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
     remote = connection.remote
-    values = {"folder": remote.folder, "program": program, "code": code, "volume": remote.volume}
-    output = connection.run(_LIST_STORE, values)
+    script_variables = {"folder": remote.folder, "program": program, "code": code, "volume": remote.volume}
+    output = connection.run(_LIST_STORE, script_variables)
     return parse_store(output, remote)
 
 
@@ -530,10 +530,10 @@ def _parse_description(text: bytes) -> RemoteImage | None:
     If the text is damaged, or if another version of imgkit wrote it in another schema, the result is None.
     """
     try:
-        values = json_text.parse(text, most_bytes=_MAX_DESCRIPTION_BYTES)
-        if values.pop("schema") != _DESCRIPTION_SCHEMA:
+        fields = json_text.parse(text, most_bytes=_MAX_DESCRIPTION_BYTES)
+        if fields.pop("schema") != _DESCRIPTION_SCHEMA:
             return None
-        stored: RemoteImage = json_text.build_value(RemoteImage, values, "it", closed=True)
+        stored: RemoteImage = json_text.build_value(RemoteImage, fields, "it", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return stored

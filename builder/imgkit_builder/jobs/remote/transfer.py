@@ -293,7 +293,7 @@ def _send_and_publish(
     ToolMissing, CheckFailed, ScriptFailed : another attempt would not help, so there is none.
     """
     folder, _, name = target.rpartition("/")
-    values = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
+    script_variables = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
     failures = 0  # connections in a row that were lost without progress
     most_arrived_bytes = -1  # at the start of any attempt so far; -1 until an attempt has reached the remote
     while True:
@@ -302,11 +302,11 @@ def _send_and_publish(
             # A folder that is prepared and empty saves the first attempt a round trip. Any later attempt must
             # see what has arrived.
             if failures or not source.is_prepared:
-                arrived_bytes = _prepare_incoming(connection, values, source, is_retry=failures > 0)
+                arrived_bytes = _prepare_incoming(connection, script_variables, source, is_retry=failures > 0)
             if arrived_bytes > most_arrived_bytes:  # progress, so the count of failures starts again
                 failures = 0
                 most_arrived_bytes = arrived_bytes
-            return _send_rest(connection, values, source, arrived_bytes, report)
+            return _send_rest(connection, script_variables, source, arrived_bytes, report)
         except Cut as error:
             failures += 1
             # If not even the first connection succeeded, the address is probably wrong, and further attempts

@@ -130,9 +130,9 @@ def guard_command(command: Argv, host_input: HostInput = NO_INPUT) -> Argv:
     # If `_input_lines` sends no lines, the guard must not wait for them.
     if host_input != NO_INPUT:
         start_text = _READ_INPUT_LINES + start_text
-    script = _GUARD.format(kill_s=KILL_S, start=start_text)
+    guard_script = _GUARD.format(kill_s=KILL_S, start=start_text)
     # "imgkit" becomes $0 of the script, and `command` its arguments.
-    return ("sh", "-c", script, "imgkit", *command)
+    return ("sh", "-c", guard_script, "imgkit", *command)
 
 
 class _Host:

@@ -348,14 +348,14 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
         return manual.start_argv(
             job.command, nnodes=job.allocation.size, node_rank=rank, head=head, port=port
         )
-    placement = {
+    variables = {
         "IMGKIT_NNODES": job.allocation.size,
         "IMGKIT_NODE_RANK": rank,
         "IMGKIT_HEAD": head,
         "IMGKIT_PORT": port,
         "MASTER_ADDR": head,
     }
-    return ("env", *assignments(placement), *job.command)
+    return ("env", *assignments(variables), *job.command)
 
 
 def _starts_node_agent(job: Job) -> bool:

@@ -120,7 +120,7 @@ class Pbs(System):
         # With this rendezvous protocol of the cxi provider, PALS needs a further option. The template
         # explains it.
         needs_rdzv = has_peers and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
-        text = render_template(
+        script_text = render_template(
             job,
             "pbs.sh.j2",
             # With "-j oe", errors go to the file of the output, the only one that `log_source` follows.
@@ -132,7 +132,7 @@ class Pbs(System):
             words=start_on_host,
         )
         is_array = any(option.startswith("-J") for option in scheduler_options(job))
-        return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
+        return Script(text=script_text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
         """Return the script for ``qsub`` of a job that runs imgkit on a node to create an image file.
@@ -152,10 +152,10 @@ class Pbs(System):
         directives = _directive_texts(
             ("-S", "/bin/bash", "-j", "oe", *_common_options(job), *scheduler_options(job))
         )
-        text = render_template(
+        script_text = render_template(
             job, "sif.sh.j2", prefix="#PBS", directives=directives, command=command_line(job.command)
         )
-        return Script(text=text, submit=("qsub",), on_stdin=True)
+        return Script(text=script_text, submit=("qsub",), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return the id that ``qsub`` prints: ``4711.server``, or ``4711[].server`` for an array."""

@@ -151,7 +151,7 @@ class Slurm(System):
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
         # The job's script has two ways to start the container: by srun directly, or in a shell function of
         # the template for jobs with spare nodes. Both checks run before that, as steps of their own.
-        text = render_template(
+        script_text = render_template(
             job,
             "slurm.sh.j2",
             directives=_directive_options(job, is_array=is_array),
@@ -161,7 +161,7 @@ class Slurm(System):
             start=command_line(_srun_argv(job, container)),
             start_in_node=command_line(_srun_argv(job, (*_IN_NODE_FUNCTION, *container))),
         )
-        return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
+        return Script(text=script_text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
         """Return the script for ``sbatch`` of a job that runs imgkit on a node to create an image file."""
@@ -172,10 +172,10 @@ class Slurm(System):
             "--ntasks=1",
             *_queue_options(job),
         )
-        text = render_template(
+        script_text = render_template(
             job, "sif.sh.j2", prefix="#SBATCH", directives=directives, command=command_line(job.command)
         )
-        return Script(text=text, submit=SUBMIT, on_stdin=True)
+        return Script(text=script_text, submit=SUBMIT, on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return the id that ``sbatch --parsable`` prints: ``4711``, or ``4711;CLUSTER``."""
