@@ -35,7 +35,7 @@ def with_packages(job: Job) -> Job:
     UsageError : the runtime cannot mount a squashfs or the path of a file, or a file does not fit the image.
     """
     requested = job.request.container
-    files = requested.packages
+    files = requested.packages  # those of --packages take precedence over imgkit.toml
     where = "--packages"
     if not files and requested.requirements:
         files = (file_name(job.container.image, requested.requirements),)
@@ -133,8 +133,9 @@ def refuse_unseen(job: Job, records: Sequence[PackagesRecord]) -> None:
     for packages_record in records:
         packages.update(packages_record.modules)
     for argument in job.command[1:]:
-        value = argument.rpartition("=")[2]  # of "--model=PACKAGE.MODULE:FUNCTION"
-        module, colon, _ = value.partition(":")
+        # "--model=PACKAGE.MODULE:FUNCTION" or "PACKAGE.MODULE:FUNCTION" -> "PACKAGE.MODULE"
+        function_path = argument.rpartition("=")[2]
+        module, colon, _ = function_path.partition(":")
         package = module.partition(".")[0]
         if colon and package in packages:
             raise UsageError(

@@ -109,7 +109,7 @@ def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> C
     if sum(entry.size_bytes for entry in entries) > LARGE_BYTES:
         report.stage(f"read {folder}")
     tree = CodeTree([*entries, *data_mounts.mount_points(request, entries)], report)
-    git_description, is_committed = _git_state(folder)
+    git_description, is_committed = _describe_git_state(folder)
     return CodeFolder(
         folder=folder,
         tree=tree,
@@ -148,6 +148,7 @@ def _find_parent_project(folder: Path) -> Iterator[InstalledProject]:
     for parent in folder.resolve().parents:
         file = parent / PYPROJECT
         if file.is_file():
+            # Without a folder, because the job does not get all of the project.
             yield InstalledProject(name=project_name(file))
             return
 
@@ -264,7 +265,8 @@ def _refuse_shadowed_projects(
         installed_projects = baked.read_projects(sif, _top_project_name(projects))
     for project in projects:
         for installed in installed_projects:
-            # An installed project without a folder is a copy in site-packages.
+            # An installed project without a folder is a copy in site-packages. One in the same folder is no
+            # problem: the job mounts the code over it.
             is_elsewhere = not installed.folder or installed.folder != project.folder
             if installed.name == project.name and is_elsewhere:
                 raise _unused_project_error(project, installed, flag, recipe)
@@ -306,11 +308,13 @@ def _unused_project_error(
     image_copy = f"that in {installed.folder}" if installed.folder else "its copy in site-packages"
     message += f", but the image runs {image_copy}"
     step = _pip_step(installed, recipe)
-    if installed.folder != folder:
+    if installed.folder != folder:  # if they are equal, only --code is wrong
         key = "a pip step" if step is None else f"image.pip[{step}]"
         hints.append(
             f"set `editable: {folder}` in {key} of the recipe {recipe.name}, and build the image again"
         )
+    # The positions are the lines of the recipe's file. A recipe from the record in an image has none. If the
+    # step that installs the project is unknown, the error names the first one.
     where = flag
     if recipe.positions:
         where = recipe.where("image", "pip", step or 0, "project")
@@ -354,23 +358,23 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     image : the job's image if it is a .sif or .sqsh on this machine. With None, only the sizes are checked.
     """
     image_names: Collection[str] = ()
-    if image is not None and code.left_out:
-        image_names = _names_in_image(image)
+    if image is not None and code.left_out:  # the image is read only if there is something to look for
+        image_names = _list_names_in_image(image)
     names = []
     for name in code.left_out:
-        path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"
+        path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"  # without a leading slash, as in the image
         if path_in_image in image_names or _looks_like_data(code.folder, name):
             names.append(name)
     if not names:
         return ""
-    # Suggest the folder of a file, or the entry itself if it is at the top of the code.
+    # Suggest the folder of a file, or the entry itself if it is at the top of the code, which has no folder.
     folders = [posixpath.dirname(name) or name for name in names]
     unique_folders = list(dict.fromkeys(folders))  # each folder once, in the original order
     data = json.dumps(unique_folders[:_MAX_NAMES], ensure_ascii=False)
     return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
 
 
-def _names_in_image(image: Path) -> frozenset[str]:
+def _list_names_in_image(image: Path) -> frozenset[str]:
     """Return the paths of the files that the image has in ``/workspace``, such as ``workspace/data/a.bin``.
 
     If no program on this machine can read the image, the result is empty.
@@ -510,12 +514,12 @@ def _list_git_files(folder: Path) -> Collection[str] | None:
         path = folder / name
         # For a repository inside this one, git lists only the folder, without its files.
         if path.is_dir() and not path.is_symlink():
-            nested_names = _list_git_files(path) or ()
+            nested_names = _list_git_files(path) or ()  # nothing if git cannot list it
             names += [f"{name}/{nested}" for nested in nested_names]
-    return names or None
+    return names or None  # git ignores the whole folder if it lists nothing
 
 
-def _git_state(folder: Path) -> tuple[str, bool]:
+def _describe_git_state(folder: Path) -> tuple[str, bool]:
     """Return what ``git describe`` prints for `folder`, and whether all changes in the folder are committed.
 
     For example, the result is ``("v1.2-3-g3f2a91c", True)``. If git is not installed or `folder` is in no
@@ -536,30 +540,32 @@ def _git_state(folder: Path) -> tuple[str, bool]:
 def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     """Raise LargeContext if the code exceeds `LARGE_BYTES` or `MANY_FILES`, because it may contain data.
 
+    The caller does so before it reads any file, and not at all if the user has agreed (``--yes``).
+
     The error names the three largest entries at the top of the folder, by their size or their number of
     files. Data that is in the code by mistake is usually in one of these entries.
     """
     sizes = collections.Counter[str]()
     counts = collections.Counter[str]()
     for entry in entries:
-        # The first part of the path is the entry at the top of the folder.
+        # The first part of the path, such as "data" of "data/a/b.bin".
         top_name = entry.name.partition("/")[0]
         sizes[top_name] += entry.size_bytes
         if entry.kind == "file":
             counts[top_name] += 1
     if sizes.total() > LARGE_BYTES:
-        total = size_text(sizes.total())
+        total_text = size_text(sizes.total())
         largest = sizes.most_common(_MAX_NAMES)
         # Small entries are not named, because they are not the reason.
         top_entries = [f"{name} {size_text(size)}" for name, size in largest if size > _DATA_BYTES]
     elif counts.total() > MANY_FILES:
-        total = f"{counts.total():,} files"
+        total_text = f"{counts.total():,} files"
         fullest = counts.most_common(_MAX_NAMES)
         top_entries = [f"{name} {count:,}" for name, count in fullest if count > _FEW_FILES]
     else:
         return
     raise LargeContext(
-        f"the code has {total}: {', '.join(top_entries)}",
+        f"the code has {total_text}: {', '.join(top_entries)}",
         where=f"--code {folder}",
         hint="list data in .gitignore, and name its folder in imgkit.toml (data = [...]); to send all of it: "
         "--yes",

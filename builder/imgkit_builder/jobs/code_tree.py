@@ -99,7 +99,7 @@ class CodeTree:
         writable : whether the owner can change the files.
         """
         folder.mkdir()
-        for name, file in self.files.items():
+        for name, file in self.files.items():  # each folder comes before its content
             target = folder / name
             if file.kind == "dir":
                 target.mkdir()
@@ -116,7 +116,7 @@ class CodeTree:
         sending the file again.
         """
         with files.create_file(target) as stream:
-            stream.writelines(self._unchanged_content(file))
+            stream.writelines(self._read_unchanged(file))
         mode = 0o444
         if file.executable:
             mode |= 0o111
@@ -124,6 +124,7 @@ class CodeTree:
             mode |= 0o200
         target.chmod(mode)
         mtime_s = self._mtime_s(file.name)
+        # Last, because writing the content sets the time, too.
         os.utime(target, (mtime_s, mtime_s))
 
     def _mtime_s(self, name: str) -> int:
@@ -136,7 +137,7 @@ class CodeTree:
         # 8 hexadecimal digits are 32 bits of the digest, which is more than the range needs.
         return files.MTIME_S + int(self._digests[name][:8], 16) % _MTIME_RANGE_S
 
-    def _unchanged_content(self, file: CodeFile) -> Iterator[bytes]:
+    def _read_unchanged(self, file: CodeFile) -> Iterator[bytes]:
         """Yield the content of a file in chunks, and check that it is the content that the constructor read.
 
         The last chunk is checked before it is yielded. So a file that has changed is never written

@@ -60,7 +60,7 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     # `env` contains variables whose values may appear in the script. `names` contains the variables of --env
     # NAME, whose values may not.
     job = job.with_container(
-        binds=_all_mounts(job, secret_file),
+        binds=_check_and_list_mounts(job, secret_file),
         workdir=workdir,
         env=dict(split_variable(assignment) for assignment in requested.env if "=" in assignment),
         names=_secret_variable_names(requested, passes_names),
@@ -128,15 +128,16 @@ def refuse_secrets(recipe: Target, request: JobRequest) -> None:
     Other users could read it in the job script, in records and in argument lists. The value of ``--env`` is
     not checked here, because `split_variable` checks it.
     """
-    system = recipe.system
+    system_facts = recipe.system
     _refuse_secret(request.launch.command, where="COMMAND")
-    _refuse_secret(system.runtime.options, where=recipe.where("system", "runtime", "options"))
-    _refuse_secret(system.queue.options, where=recipe.where("system", "queue", "options"))
+    _refuse_secret(system_facts.runtime.options, where=recipe.where("system", "runtime", "options"))
+    _refuse_secret(system_facts.queue.options, where=recipe.where("system", "queue", "options"))
     for flags in (request, *request.system_flags):
         for flag in declared_options(type(flags)):
             if flag.field == "env":
                 continue
             value = flag.value(flags)
+            # A flag that can be given several times has a tuple as its value.
             values = value if isinstance(value, tuple) else (value,)
             _refuse_secret(tuple(map(str, values)), where=flag.names[0])
 
@@ -239,23 +240,23 @@ def _path_on_nodes(job: Job, flag: str, file: Path | None) -> str:
     return quoting.check_flag_value(flag, str(job.directory / file))
 
 
-def _all_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
+def _check_and_list_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     """Return the mounts of the recipe, of ``--bind`` and of the secret's file, in this order.
 
-    Each container mounts the job's folder anyway. So the secret's file is mounted only if it is outside of
-    that folder.
+    The secret is a text by which the nodes of the run recognize each other. Each container mounts the job's
+    folder anyway. So the secret's file is mounted only if it is outside of that folder.
 
     Raises
     ------
     UsageError : a value of ``--bind`` is not ``SRC[:DEST[:ro]]``, or a mount would hide the run's code.
     """
-    requested = job.request.container.binds
-    for bind in requested:
+    requested_binds = job.request.container.binds
+    for bind in requested_binds:  # the binds of the recipe were checked when it was loaded
         faults = [*rules.printable_text(bind), *rules.bind_mount(bind)]
         if faults:
             message, hint = faults[0]
             raise UsageError(message, where="--bind", hint=hint)
-    binds = (*job.recipe.system.runtime.binds, *requested)
+    binds = (*job.recipe.system.runtime.binds, *requested_binds)
     if job.request.container.code is not None:
         _refuse_hidden_code(binds)
     if not secret_file or runtime_of(job).is_isolated:  # pods get the secret from Kubernetes

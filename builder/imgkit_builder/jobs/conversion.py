@@ -124,6 +124,7 @@ def prepare_build(
     if file.suffix in RECIPE_SUFFIXES:  # any other text is the name of a recipe, and must stay as it is
         source = str(file.absolute())
     image = request.directory.absolute() / (build.output or f"{file.stem}.sif")
+    # The output is left out, because the command below names it by its absolute path.
     arguments = flags.option_arguments(SifBuildRequest, dataclasses.replace(build, output=None))
     if verbose:
         arguments += ("--verbose",)
@@ -153,9 +154,9 @@ def _prepare_job(
     recipe: Target, request: SubmitRequest, image: Path, command: Argv, *, warning: str = ""
 ) -> PreparedJob:
     """Return the job that creates `image` by `command` on the system of `recipe`, with its script."""
-    values = dataclasses.asdict(request)
-    del values["system"]  # a JobRequest has no such field: `recipe` determines the system
-    job = resolve_conversion(recipe, JobRequest.of(**values, command=command), image)
+    request_fields = dataclasses.asdict(request)  # by the names of the fields
+    del request_fields["system"]  # a JobRequest has no such field: `recipe` determines the system
+    job = resolve_conversion(recipe, JobRequest.of(**request_fields, command=command), image)
     job = job.with_warning(warning)
     return PreparedJob(job=job, script=systems.get_system(job.system).conversion_script(job))
 

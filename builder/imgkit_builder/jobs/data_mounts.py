@@ -50,7 +50,7 @@ def download(folders: Iterable[DataFolder], request: JobRequest, report: Reporte
 
     Raises
     ------
-    ImgkitError : in the cases of `hub.download`.
+    ImgkitError : a repository cannot be downloaded.
     """
     complete = []
     for data_folder in folders:
@@ -78,7 +78,7 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
     UsageError : the job's runtime cannot mount a folder.
     """
     specs = spec.parse_all(job.request.container.data)
-    sources = {}
+    sources = {}  # the path on the nodes, by the item of the request
     for data_folder in folders:
         path = f"{store}/{data_folder.name}" if store else str(data_folder.path)
         sources[data_folder.spec] = quoting.check_flag_value("data", path)
@@ -104,7 +104,9 @@ def _with_hub_variables(job: Job) -> Job:
     home = f"{workspace}/{spec.HUB_HOME}"
     # A system can set HF_HUB_CACHE, which huggingface_hub prefers to HF_HOME.
     variables = {"HF_HOME": home, "HF_HUB_CACHE": f"{home}/hub", "HF_HUB_OFFLINE": "1"}
-    if not runtime.has_container:  # only in settings does the shell replace $IMGKIT_RUN_DIR
+    # Without a container, the path of the run's copy contains $IMGKIT_RUN_DIR, which the shell replaces only
+    # in settings.
+    if not runtime.has_container:
         return dataclasses.replace(job, settings={**job.settings, **variables})
     return job.with_container(env={**variables, **job.container.env})
 
@@ -122,7 +124,7 @@ def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None
             where="data",
             hint='--code ., or in imgkit.toml: code = "."',
         )
-    if runtime.is_isolated:
+    if runtime.is_isolated:  # the job runs in pods
         _refuse_unlinkable_in_pods(job, mount, data_spec.source)
     if not runtime.has_container:
         _refuse_unlinkable_on_host(job, mount, data_spec.source)
@@ -138,6 +140,7 @@ def _refuse_unlinkable_in_pods(job: Job, mount: DataMount, name: str) -> None:
     Pods mount no folder of this machine. Only if a remote stores the files of the pods on their volume can
     the pods reach the data. The run's copy of the code then gets a link to it.
     """
+    # In pods, a job has a run folder at this point only if a remote stores its files.
     has_copy = job.run_folder and job.request.container.code is not None
     if not has_copy or not is_in_code(mount.target) or "$" in mount.source:
         raise UsageError(
@@ -221,9 +224,9 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
     ------
     UsageError : the code has a file at the path where data is to be mounted.
     """
-    kinds = {entry.name: entry.kind for entry in entries}
+    kinds = {entry.name: entry.kind for entry in entries}  # of the code, and of what is yielded below
     for data_spec in spec.parse_all(request.container.data):
-        if not is_in_code(data_spec.target):
+        if not is_in_code(data_spec.target):  # the runtime creates mount points outside of the code
             continue
         for mount_point in _points_of_data(data_spec):
             kind = kinds.get(mount_point.name, "")

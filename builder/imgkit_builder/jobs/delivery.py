@@ -80,7 +80,7 @@ class Delivery:
         if same_image is not None:
             self._report_present()
             return same_image
-        self._convert_recipe()
+        self._convert_recipe()  # writes the local .sif, which the next line describes
         return self._send(contents, self._describe_sif(build_result.input_sha256))
 
     def _bring_sif(self, contents: Store) -> RemoteImage:
@@ -123,6 +123,7 @@ class Delivery:
         )
         if transferred is not None:
             self.report.note(f"sent: {size_text(transferred.new_bytes)} of {size}")
+        # The old images are removed only now, because one of them was the basis of the transfer.
         self._remove_superseded(contents, image)
         return image
 
@@ -132,8 +133,8 @@ class Delivery:
         If that fails, the failure is only reported, because the job can start nevertheless.
         """
         try:
-            unused_paths, images = gc.find_superseded(self.connection, contents.images, image)
-            removed_paths = gc.remove_unused(self.connection, unused_paths)
+            unused_folders, images = gc.find_superseded(self.connection, contents.images, image)
+            removed_paths = gc.remove_unused(self.connection, unused_folders)
         except ToolFailed as error:
             self.report.note(f"older images were not removed: {error.what}")
             return

@@ -21,7 +21,8 @@ _HANDLE = re.compile(r"(?P<id>[0-9][A-Za-z0-9_.\[\]-]*)@(?P<remote>[A-Za-z0-9][A
 def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
     """Return `options` with each job id in the form that the scheduler knows.
 
-    If `remote` is ``mn5``, ``--dependency=afterok:4711@mn5`` becomes ``--dependency=afterok:4711``.
+    A user names a job by its handle, ``ID`` or ``ID@REMOTE``. If `remote` is ``mn5``,
+    ``--dependency=afterok:4711@mn5`` becomes ``--dependency=afterok:4711``.
 
     Parameters
     ----------

@@ -73,22 +73,25 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
         says what the image contains.
     ToolMissing : the container runtime is not installed on this machine.
     """
-    _refuse_python_flags(job)
+    _refuse_python_flags(job)  # first, because a wrong flag is an error in any job
     if not job.runs_entry_point:
         return job
     chooses_python = job.request.container.python_flag != ""
     is_remote = remote_run is not None
-    # On a remote, only the probe can tell whether imgkit built the image.
+    # An image that is not "foreign" has the entry points already. On a remote, only the probe below, a short
+    # program in the image, can tell whether imgkit built it.
     if not is_remote and not runtime_of(job).is_foreign(job):
         return job
     run = remote_run or _run_here
+    # The digest is also the key under which the report of the probe is cached.
     digest = runtime_of(job).image_digest(job, run)
     if not digest:  # the image does not exist on that machine, or cannot be read
         if is_remote or chooses_python:
             raise _unreadable_image_error(job, is_remote=is_remote)
         return job
     python = _inspect_python(_without_missing_paths(job, run), digest, run)
-    # `built` is whether imgkit built the image.
+    # `built` is whether imgkit built the image. Another Python, which the user chooses, needs the entry
+    # points as well.
     has_entry_points = python.built and python.entry_points != ""
     if has_entry_points and not chooses_python:
         return job
@@ -123,7 +126,7 @@ def _without_missing_paths(job: Job, run: Runner) -> Job:
     runtime = job.recipe.system.runtime
     mounts = job.container.binds
     sources = [mount.partition(":")[0] for mount in mounts]
-    existing = _list_existing({*runtime.host_libs, *sources}, run)
+    existing = _list_existing({*runtime.host_libs, *sources}, run)  # one command for all paths
     libraries = tuple(folder for folder in runtime.host_libs if folder in existing)
     job = job.with_system_facts(runtime=dataclasses.replace(runtime, host_libs=libraries))
     present_mounts = [mount for mount, source in zip(mounts, sources, strict=True) if source in existing]
@@ -214,8 +217,8 @@ def _refuse_python_flags(job: Job) -> None:
     if container.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
-    values = {"--python": container.python, "--activate": container.activate}
-    for flag, value in values.items():
+    value_by_flag = {"--python": container.python, "--activate": container.activate}
+    for flag, value in value_by_flag.items():
         if re.search(r"[\x00-\x1f]", value):
             raise UsageError("it holds a control character", where=flag)
     if container.python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", container.python):
@@ -227,10 +230,10 @@ def _refuse_python_flags(job: Job) -> None:
 
 
 def _run_here(argv: Sequence[str]) -> Finished:
-    """Run a command on this machine, and return its result even if the program is missing.
+    """Run a command on this machine, and return its exit code and output even if the program is missing.
 
-    For a missing program, the result has the exit code 127, as in a shell, and contains the error message. So
-    a missing program looks the same here and on a remote.
+    For a missing program, the exit code is 127, as in a shell, and the output is the error message. So a
+    missing program looks the same here and on a remote, and `_no_python_error` can recognize it.
     """
     try:
         return process.run(argv, check=False)
@@ -255,7 +258,7 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
     ToolMissing : the container runtime is missing on that machine.
     """
     argv = _probe_argv(job)
-    if digest == _NO_DIGEST:
+    if digest == _NO_DIGEST:  # an image that is a folder may change at any time, so nothing is cached
         return _run_probe(job, argv, run)
     # The report depends on the image, on the version of imgkit, and on the command, which contains the user's
     # --python and --activate.
@@ -270,7 +273,12 @@ def _inspect_python(job: Job, digest: str, run: Runner) -> PythonReport:
 
 
 def _run_probe(job: Job, argv: Argv, run: Runner) -> PythonReport:
-    """Run the probe `argv` in the job's image, and return its report about the image's Python."""
+    """Run the probe `argv`, a short program in the job's image, and return its report about the Python there.
+
+    Raises
+    ------
+    UsageError, ToolMissing : the probe has printed no report. `_no_python_error` names the cause.
+    """
     finished = run(argv)
     python = inside.parse_python_probe(finished.output)
     if python is None:
@@ -300,9 +308,9 @@ def _probe_argv(job: Job) -> Argv:
     the runtime, options and mounts of the job. It starts without GPUs, code, data, packages, working
     directory and settings of the node agent, which a login node may lack and the probe does not need.
     """
+    # The argv is part of the cache's key. Whatever does not change the report should stay out of it.
     probe_job = dataclasses.replace(job, settings={}).with_allocation(gpus=0)
-    # The variable with the digest of the code is left out. It would be part of the cache's key, so that each
-    # edit of the code would start the image again.
+    # With the variable that has the digest of the code, each edit of the code would start the image again.
     env = {name: value for name, value in job.container.env.items() if name != CODE_VARIABLE}
     probe_job = probe_job.with_container(code=None, code_folder="", data=(), packages=(), workdir="", env=env)
     python_argv = tuple(inside.python_probe_argv(job.request.container.python))
@@ -381,10 +389,11 @@ def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
     """
     image_name = job.container.image
     # Builds of torch for AMD GPUs have versions such as 2.5.1+rocm6.2.
-    if "+rocm" in python.torch and not chooses_cpus(job.request):
+    if "+rocm" in python.torch and not chooses_cpus(job.request):  # imgkit does not support AMD GPUs
         message, hint = bases.amd_warning(f"torch {python.torch} of this image is for AMD GPUs")
         raise UsageError(message, where=image_name, hint=hint)
     subject = f"the Python of this image, {python.path or 'without a path'}, is {python.version}"
+    # Each problem is the end of a sentence about the Python, or "". The first one is reported.
     problems = (
         (_version_problem(python), _CHOOSE_OTHER_HINT),
         (_arch_problem(python, job.recipe.platforms), "an image for the nodes: --image PATH"),
@@ -411,7 +420,7 @@ def _version_problem(python: PythonReport) -> str:
 def _arch_problem(python: PythonReport, platforms: Sequence[str]) -> str:
     """Return why nodes of `platforms`, such as ``linux/amd64``, cannot run `python`, or "" if they can.
 
-    The text is the end of a sentence, as for `_version_problem`.
+    The text is the end of a sentence about the Python: `` and for aarch64, but the nodes are amd64``.
     """
     archs = [platform_name.removeprefix("linux/") for platform_name in platforms]
     machines: list[str] = []
@@ -425,7 +434,7 @@ def _arch_problem(python: PythonReport, platforms: Sequence[str]) -> str:
 def _site_problem(job: Job, python: PythonReport) -> str:
     """Return why nothing can be bound into the package folder of `python`, or "" if it is possible.
 
-    The text is the end of a sentence, as for `_version_problem`.
+    The text is the end of a sentence about the Python: `` and has no folder of packages ...``.
     """
     site = python.entry_points or python.site
     if site and runtime_of(job).can_mount(site) and python.path.startswith("/"):

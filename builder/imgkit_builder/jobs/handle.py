@@ -225,8 +225,10 @@ def prepare_resume(
     UsageError : the job cannot be resumed.
     """
     recorded = resume.load_request(record)
+    # For a job in pods, this machine asks the scheduler, and a remote has the files.
     run = job_status.scheduler_runner(record, may_ask=may_ask)
     run_on_files = job_status.runner_on(record.job.files_remote, may_ask=may_ask)
+    # This raises an error if a job of the run may still be running. So it comes before anything is prepared.
     resume.save_end_of_run(record, run, run_on_files, has_command=bool(changes.launch.command))
     request = resume.with_flags(recorded.request, changes)
     code = None

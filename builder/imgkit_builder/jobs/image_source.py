@@ -84,6 +84,7 @@ class ImageSource:
 
         In the paths of the job, `UNKNOWN_HOME` stands for imgkit's folder on the remote.
         """
+        # The name of the .sif on the remote is unknown so far, too.
         return self.job_on_remote(UNKNOWN_HOME, self.remote_image or "image.sif")
 
     def job_on_remote(self, home: str, image: str) -> Job:
@@ -127,7 +128,7 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
     UsageError : no recipe is named anywhere, there is no such recipe, or the file names no system.
     """
     title = find_title(recipe, request, default)
-    if request.container.image:
+    if request.container.image:  # --image names a file on the remote
         return _find_remote_image(title, request)
     file = Path(title)
     if image.is_sif(file):
@@ -138,8 +139,8 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
             where=title,
             hint="name the recipe or the archive; or copy the file there (rsync -P), and: --image PATH",
         )
-    # The .sif of the project's recipe is beside imgkit.toml. The .sif of any other recipe is in the current
-    # folder.
+    # From here on, the .sif is the result of a build or conversion. The .sif of the project's recipe is
+    # beside imgkit.toml. The .sif of any other recipe is in the current folder.
     folder = Path()
     if not recipe and request.project and request.project.recipe:
         folder = request.project_folder
@@ -265,7 +266,7 @@ def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
     host = source.target.system.transfer.host
     if remote.transfer or not fanout.is_host(host):
         return remote
-    ssh_config = _ssh_config(remote.address)
+    ssh_config = _read_ssh_config(remote.address)
     login_user = ssh_config.get("user", "")
     # The login host itself is the host for transfers.
     if host == ssh_config.get("hostname"):
@@ -276,7 +277,7 @@ def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
     return dataclasses.replace(remote, transfer=f"{login_user}@{host}")
 
 
-def _ssh_config(address: str) -> dict[str, str]:
+def _read_ssh_config(address: str) -> dict[str, str]:
     """Return the options that ssh uses for `address`: ``{"hostname": "glogin1.bsc.es", "user": "me", ...}``.
 
     They include the settings in ~/.ssh/config. The result is empty if ssh fails.

@@ -137,6 +137,7 @@ def report_job(record: SubmittedJob, run: Runner) -> JobReport:
     ------
     ToolFailed : the scheduler did not answer. The job may still be running.
     """
+    # `answer` is what the scheduler printed at the submission, if it contained no id.
     if record.answer is not None:
         return JobReport(record=record)  # without an id, the scheduler cannot be asked
     report = _ask_scheduler(record, run) or _report_without_scheduler(record, run)
@@ -198,6 +199,7 @@ def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | Non
             raise
         return None
     command_has_failed = answer.returncode != 0
+    # squeue, for example, succeeds and prints nothing about a job that has left the queue.
     is_in_queue = not command_has_failed and answer.output.strip() != ""
     report = _read_answer(record, argv, answer, run, is_in_queue=is_in_queue)
     if report is not None or has_ended:
@@ -228,6 +230,8 @@ def _read_answer(
         counts, because a failed command can print anything.
     """
     system = systems.get_system(record.job.system)
+    # Such a system only prints text about the job, in which imgkit finds no state. The record keeps its
+    # state.
     if not system.reports_state and answer.returncode == 0:
         return JobReport(record=record, argv=argv, text=answer.output)
     status = system.parse_status(answer.output)
@@ -242,7 +246,7 @@ def _scheduler_report(record: SubmittedJob, argv: Argv, status: JobStatus, run: 
     if status.state == "failed" and code:
         # If one task fails, srun ends the other tasks by SIGTERM, and the scheduler reports their higher exit
         # code, 143. The run folder contains the code of the task that failed first.
-        code = _code_in_run_folder(record, run) or code
+        code = _read_exit_code(record, run) or code
     current = dataclasses.replace(record, state=status.state)
     return JobReport(record=current, argv=argv, text=status.text, code=code, wait=status.wait)
 
@@ -254,22 +258,23 @@ def _report_without_scheduler(record: SubmittedJob, run: Runner) -> JobReport:
     derived from the exit code in the run folder. Without such a code, the state is ``ended``, which means an
     unknown outcome.
     """
+    # "ended" means an unknown outcome. The exit code may have reached the run folder since.
     if record.state in FINAL_STATES and record.state != "ended":
         return JobReport(record=record)
-    code = _code_in_run_folder(record, run)
+    code = _read_exit_code(record, run)
     state: JobState = "ended"
     if code is not None:
         state = "succeeded" if code == 0 else "failed"
     return JobReport(record=dataclasses.replace(record, state=state), code=code)
 
 
-def _code_in_run_folder(record: SubmittedJob, run: Runner) -> int | None:
+def _read_exit_code(record: SubmittedJob, run: Runner) -> int | None:
     """Return the exit code of a run from its run folder, or None if the folder contains none.
 
     The node agent of the head (the node with rank 0) writes the code at the end of the run. It cannot do so
     if it is killed.
     """
-    return stop_protocol.parse_result_code(_file_of_run(record, stop_protocol.RESULT, run))
+    return stop_protocol.parse_result_code(_read_file_of_run(record, stop_protocol.RESULT, run))
 
 
 def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
@@ -277,14 +282,14 @@ def read_gpu_use(record: SubmittedJob, run: Runner) -> GpuUse | None:
 
     The result is None if no node agent has written the file with this information, as in jobs on CPUs.
     """
-    return gpu_use.parse(_file_of_run(record, stop_protocol.GPU_USE, run))
+    return gpu_use.parse(_read_file_of_run(record, stop_protocol.GPU_USE, run))
 
 
-def _file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
+def _read_file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     """Return the text of the file `name` in the job's run folder, which may be on a remote.
 
-    If there is no such file, the result is empty or the error message of ``cat``. So the caller must parse
-    the text strictly.
+    If there is no such file, or if it belongs to a later job of the run, the result is empty or the error
+    message of ``cat``. So the caller must parse the text strictly.
     """
     # Each task of an array has its own run folder, so there is no single file. For a remote that only stores
     # files, `run` runs commands on another machine than the remote.
@@ -302,12 +307,12 @@ def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
 
     If the command succeeds, the job's record is updated to say that imgkit has cancelled the job.
     """
-    answer = run(systems.get_system(record.job.system).cancel_command(record.job))
+    finished = run(systems.get_system(record.job.system).cancel_command(record.job))
     # A task of an array has no record that could be updated.
-    if answer.returncode == 0 and records.has_record_file(record):
+    if finished.returncode == 0 and records.has_record_file(record):
         with contextlib.suppress(OSError):  # the job is cancelled even if its record cannot be updated
             records.save_record(dataclasses.replace(record, cancelled=True))
-    return answer
+    return finished
 
 
 def with_cancellation(record: SubmittedJob) -> SubmittedJob:
@@ -355,7 +360,7 @@ def failure_hints(report: JobReport, run: Runner) -> Iterator[str]:
     # Each task of an array writes its output to another file.
     if record.job.array:
         return
-    output = _end_of_output(record, run)
+    output = _read_end_of_output(record, run)
     if _OUT_OF_MEMORY.search(f"{report.text}\n{output}"):
         yield f"the job ran out of memory: {_memory_remedy(record)}"
     elif report.code == _KILLED_CODE:
@@ -367,12 +372,13 @@ def failure_hints(report: JobReport, run: Runner) -> Iterator[str]:
         yield from systems.single_process_warnings(record.command)
 
 
-def _end_of_output(record: SubmittedJob, run: Runner) -> str:
+def _read_end_of_output(record: SubmittedJob, run: Runner) -> str:
     """Return the last 64 KiB of the job's output, or "" if the output is not in a file.
 
     Some systems show the output only through a command.
     """
     log_argv = systems.get_system(record.job.system).log_source(record.job)
+    # The command is "tail ... FILE FILE" with absolute paths, or another program without any.
     log_files = [argument for argument in log_argv if argument.startswith("/")]
     if not log_files:
         return ""
@@ -393,19 +399,20 @@ def ending_text(report: JobReport) -> str:
     """
     record = report.record
     job = record.job
-    text = f"{job.handle} {_outcome_text(report)}"
+    line = f"{job.handle} {_outcome_text(report)}"
+    # `argv` is the scheduler's command that knew the job. Without one, the exit code is from the run folder.
     is_from_run_folder = not report.argv and report.code is not None
     if is_from_run_folder and record.state != "cancelled":
-        text += ", by its run folder"
+        line += ", by its run folder"
     if job.array:
-        return text  # each task has another run folder
+        return line  # each task has another run folder
     if record.state != "succeeded" and can_resume(record):
-        text += f"; imgkit resume {job.handle}"
+        line += f"; imgkit resume {job.handle}"
     if job.files_remote:
-        text += f"; imgkit fetch {job.handle}"
+        line += f"; imgkit fetch {job.handle}"
     elif record.has_run_folder:
-        text += f"; run folder: {job.run_folder}"
-    return text
+        line += f"; run folder: {job.run_folder}"
+    return line
 
 
 def can_resume(record: SubmittedJob) -> bool:
@@ -446,18 +453,18 @@ def waiting_text(job: QueuedJob, wait: WaitInfo) -> str:
     The line contains the scheduler's reason and its estimate of the start. If the job would never start as it
     is, the line says what the user can do.
     """
-    text = "waiting"
+    line = "waiting"
     if wait.reason:
-        text += f": {wait.reason}"
+        line += f": {wait.reason}"
     if wait.expected_start:
-        text += f"; expected start {wait.expected_start}"
+        line += f"; expected start {wait.expected_start}"
         if job.remote:
-            text += f", by the clock of {job.remote}"  # the remote may be in another time zone
+            line += f", by the clock of {job.remote}"  # the remote may be in another time zone
     if wait.note:
-        text += f"; {wait.note}"
+        line += f"; {wait.note}"
     if wait.change:
-        text += f"; the job will not start: imgkit cancel {job.handle}, and submit it with {wait.change}"
-    return text
+        line += f"; the job will not start: imgkit cancel {job.handle}, and submit it with {wait.change}"
+    return line
 
 
 class WaitLog:
@@ -467,30 +474,30 @@ class WaitLog:
         self._job = job
         self._log = log
         self._state: JobState = ""
-        self._logged: WaitInfo | None = None
+        self._logged_wait: WaitInfo | None = None
         """What was logged last about this wait. It is None if the job does not wait or nothing was logged."""
 
     def update(self, state: JobState, wait: WaitInfo) -> None:
         """Log a state that the scheduler has just reported, unless it is the state that was logged last."""
         if state != "waiting":
-            if state == "running" and self._logged is not None:
+            if state == "running" and self._logged_wait is not None:
                 self._log("running")
-            self._logged = None
-        elif self._is_news(wait):
+            self._logged_wait = None  # a requeued job may wait again, which is then news
+        elif self._has_unlogged_news(wait):  # which compares with the state of the last call
             self._log(waiting_text(self._job, wait))
-            self._logged = wait
+            self._logged_wait = wait
         self._state = state
 
-    def _is_news(self, wait: WaitInfo) -> bool:
+    def _has_unlogged_news(self, wait: WaitInfo) -> bool:
         """Return whether `wait` contains something that has not been logged yet."""
-        if self._logged is None:
+        if self._logged_wait is None:
             # A scheduler needs a moment to determine the reason. On an idle cluster, the job has started by
             # then. So a first report without a reason is not logged.
             return bool(wait.reason) or self._state == "waiting"
         # Slurm withdraws its estimate of the start and computes it again, many times. So only the first
         # estimate is logged.
-        is_first_estimate = bool(wait.expected_start) and not self._logged.expected_start
-        return wait.reason != self._logged.reason or is_first_estimate
+        is_first_estimate = bool(wait.expected_start) and not self._logged_wait.expected_start
+        return wait.reason != self._logged_wait.reason or is_first_estimate
 
 
 # Seconds between two questions about a job. The last value repeats. More frequent questions would load the
@@ -532,6 +539,7 @@ def wait_for_job(
     if limit_s is not None:
         end_s = time.monotonic() + limit_s
     pauses_s = poll_pauses()
+    # An error of the first question is raised. Later ones are not, because the scheduler has known the job.
     report = _report_and_log(record, run, log)
     while not report.has_ended:
         remaining_s = end_s - time.monotonic()
@@ -561,6 +569,7 @@ def refresh_state(record: SubmittedJob, run: Runner) -> SubmittedJob:
     ------
     ToolFailed : the scheduler did not answer. The job may still be running.
     """
+    # The scheduler has nothing new to say about a job that has ended.
     if record.state in FINAL_STATES or not systems.get_system(record.job.system).reports_state:
         return record
     return report_job(record, run).record

@@ -29,7 +29,12 @@ _MAX_LISTED_JOBS = 5
 
 
 def save_record(record: SubmittedJob) -> None:
-    """Save `record` to its file, from which `find_record` reads it. An older version is replaced."""
+    """Save `record` to its file, from which `find_record` reads it. An older version is replaced.
+
+    Raises
+    ------
+    OSError : the file cannot be written.
+    """
     folder = _records_folder()
     folder.mkdir(parents=True, exist_ok=True)
     fields = dataclasses.asdict(record)
@@ -149,7 +154,7 @@ def _find_task(handle: str) -> SubmittedJob | None:
             continue
         task_id = systems.task_id(job, job_id)
         if quoting.is_job_id(task_id):
-            task = dataclasses.replace(job, id=task_id, array=False)
+            task = dataclasses.replace(job, id=task_id, array=False)  # one task is an ordinary job
             # The state and the fetched folder in the record belong to the array. Nothing is known about the
             # task yet.
             return dataclasses.replace(record, job=task, state="", fetched="")
@@ -196,6 +201,7 @@ def _record_path(handle: str) -> Path:
         raise ValueError(f"{handle!r} is not a job id")
     folder = _records_folder()
     path = folder / f"{handle}.json"
+    # A handle with a remote is complete. Without one, a job of this machine takes precedence.
     if at_sign or path.exists():
         return path
     paths_on_remotes = list(folder.glob(f"{glob.escape(job_id)}@*.json"))

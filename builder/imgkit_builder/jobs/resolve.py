@@ -65,6 +65,7 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
     job = Job(
         recipe=recipe,
         request=request,
+        # A flag of the system can choose another one: `--format` gives jobs of RunAI to Kubeflow.
         system=request.flags(system.flags).system or scheduler,
         name=quoting.check_flag_value("--name", request.name or recipe.name),
         directory=directory,
@@ -82,6 +83,8 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
             where="--code",
             hint="build it into the image (image.copy), and leave --code out, or add --no-code",
         )
+    # Each step reads what the one before has added: the settings depend on the nodes, and the checks on all
+    # of it.
     job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_agent_settings(job, system))
     job = container_setup.with_mounts_and_variables(job, passes_names=system.abilities.passes_names)
@@ -104,6 +107,7 @@ def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
     ToolFailed : the system is a plug-in that cannot be loaded.
     """
     system = systems.get_system(recipe.system.scheduler)
+    # The warnings come first, because they compare the flags with the queues of the original recipe.
     warnings = (
         *_unused_flag_warnings(recipe, request, system),
         *_unlisted_queue_warnings(recipe, request.allocation.queue),
@@ -134,17 +138,20 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
     an error about an option still names its line in ``queue.sif``.
     """
     queue = recipe.system.queue
+    # Both begin empty, because the queue and the QoS of other jobs must not be kept.
     fields = {"name": "", "qos": ""}
     options: list[str] = []
     new_keys: dict[KeyPath, KeyPath] = {}
-    next_field = ""
+    next_field = ""  # the field whose value is the next argument
     for index, argument in enumerate(queue.sif):
         option, _, value = argument.partition("=")
-        # The previous argument was an option such as "-q", so this argument is its value.
+        # The previous argument was an option such as "-q", so this argument is its value. This must be looked
+        # at first: the value itself would otherwise count as an option for the scheduler.
         if next_field:
             fields[next_field] = argument
             next_field = ""
-        # The option sets neither the queue nor the QoS, so the scheduler gets it unchanged.
+        # `system.queue.fields` maps the scheduler's options to fields, such as "--qos" to "qos". Any other
+        # option sets neither the queue nor the QoS, so the scheduler gets it unchanged.
         elif option not in system.queue.fields:
             new_keys["system", "queue", "sif", index] = ("system", "queue", "options", len(options))
             options.append(argument)
@@ -154,10 +161,10 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
             next_field = system.queue.fields[option]
     sif_queue = dataclasses.replace(queue, name=fields["name"], qos=fields["qos"], options=tuple(options))
     system_facts = dataclasses.replace(recipe.system, queue=sif_queue)
-    return _with_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
+    return _with_copied_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
 
 
-def _with_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Target:
+def _with_copied_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Target:
     """Return `recipe` with the positions of some keys recorded under further keys as well.
 
     A position is the line of a recipe that an error message names. When a value is copied to another key, its
@@ -182,7 +189,8 @@ _SMALLEST_NUMBERS = {"nproc": 1, "cpus": 1, "gpus": 0, "max_failures": 0, "stop_
 def _refuse_small_numbers(request: JobRequest) -> None:
     """Raise UsageError if a number in the request is below the minimum of its field."""
     for flag in declared_options(JobRequest):
-        # Fields without a minimum, such as texts, are skipped below.
+        # None means that the user has not given the flag. Fields without a minimum, such as texts, are
+        # skipped below.
         minimum = _SMALLEST_NUMBERS.get(flag.field)
         value = flag.value(request)
         if minimum is not None and value is not None and value < minimum:
@@ -199,19 +207,20 @@ def _select_partition(recipe: Target, name: str) -> Target:
     partition = recipe.system.partitions.get(name)
     if partition is None:
         return recipe
-    system = recipe.system.in_partition(name)
+    system_facts = recipe.system.in_partition(name)
     partition_key = ("system", "partitions", name)
     new_keys: dict[KeyPath, KeyPath] = {}
+    # The positions are the line of each key in the recipe's file. For a recipe from an image, there are none.
     for key in recipe.positions:
         *parent_key, field = key
         if tuple(parent_key) == partition_key:  # "system.partitions.NAME.gpus" -> "system.node.gpus"
             new_keys[key] = ("system", "node", field)
-    # The options of the partition are the last options of the queue.
-    first_index = len(system.queue.options) - len(partition.options)
+    # `in_partition` has appended the options of the partition to those of the queue.
+    first_index = len(system_facts.queue.options) - len(partition.options)
     for index in range(len(partition.options)):
         old_key = (*partition_key, "options", index)
         new_keys[old_key] = ("system", "queue", "options", first_index + index)
-    return _with_positions(dataclasses.replace(recipe, system=system), new_keys)
+    return _with_copied_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
 
 
 def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
@@ -262,6 +271,7 @@ def _queue_allocation(recipe: Target, request: JobRequest, system: System) -> Al
         qos=quoting.check_flag_value("--qos", requested.qos or defaults.qos),
         time=_time_limit(recipe, requested),
     )
+    # An interactive shell in pods needs none of the required fields. Every other job needs them all.
     if system.needs_fields_for_shells or not request.launch.interactive:
         _refuse_missing_fields(recipe, allocation, request.project)
     return allocation
@@ -281,6 +291,7 @@ def _refuse_missing_fields(recipe: Target, allocation: Allocation, project: Proj
     for field in recipe.system.queue.required:
         # The queue is the field "name" of system.queue in a recipe, and the field "queue" in a request.
         key = "queue" if field == "name" else field
+        # `Allocation` names its attributes like the flags. An empty value means that the field is not set.
         if not getattr(allocation, key):
             missing_keys.append(key)
     if not missing_keys:
@@ -300,7 +311,7 @@ def _with_nodes(job: Job, system: System) -> Job:
     """
     recipe, request = job.recipe, job.request
     _refuse_small_numbers(request)
-    default_nodes = request.flags(system.flags).default_nodes
+    default_nodes = request.flags(system.flags).default_nodes  # for example one node for each of --hosts
     gpus = _gpus_per_node(recipe, request)
     memory = _memory_per_node(recipe, request.allocation, gpus)
     # Some systems have no option for memory. The flags are checked there as well, but no memory is requested.
@@ -310,7 +321,8 @@ def _with_nodes(job: Job, system: System) -> Job:
         gpus=gpus,
         cpus=_cpus_per_node(recipe, request, gpus),
         memory=memory if has_memory_option else None,
-        stop_before_s=_stop_before(request, job.allocation.time),
+        # `_queue_allocation` has set the time limit before.
+        stop_before_s=_seconds_before_limit(request, job.allocation.time),
     )
 
 
@@ -329,6 +341,7 @@ def _unused_flag_warnings(
     used_names = set(system.uses)
     if runtime is not None:
         used_names.update(runtime.used_flags())
+    # `OPTIONAL` lists the flags that only some systems or runtimes use. The others always have an effect.
     unused_flags = {f"--{name}" for name in OPTIONAL if name not in used_names}
     ignored_flags = [flag for flag in flags_in(request) if flag in unused_flags]
     for flags in request.system_flags:
@@ -386,6 +399,7 @@ def _job_command(request: JobRequest) -> tuple[str, ...]:
             raise UsageError(
                 "an argument of the command contains a line break", where="COMMAND", hint="put it in a file"
             )
+    # Only imgkit's commands in the image begin with "dist-", so an unknown one is a typing error.
     program = command[0]
     entry_points = [entry_point.name for entry_point in COMMANDS]
     if program.startswith("dist-") and program not in entry_points:
@@ -405,6 +419,7 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
     """
     runtime = runtimes.get_runtime(requested or recipe.system.runtime.kind)
     program = runtime.program(recipe)
+    # On such a system (Slurm), "docker" is allowed only with Podman as its program.
     if system.registration.by_podman and runtime.kind == Docker.kind and not is_podman(program):
         # A Docker container is a child process of Docker's daemon. So the scheduler would neither account for
         # its CPUs and memory nor end it with the job. The containers of Podman are processes of the job.
@@ -416,8 +431,10 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
             hint="system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe",
             is_requested=requested is not None,
         )
+    # The registration lists the runtimes that jobs of this system can use.
     if runtime.kind in system.registration.runtimes:
         return runtime
+    # What follows only explains the refusal.
     message = f"{runtime.kind} cannot be used on {recipe.title}"
     starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes passes the variables to pods
     if runtime.environment_by_options and not starts_pods:
@@ -453,7 +470,9 @@ def chooses_cpus(request: JobRequest) -> bool:
     """
     if request.allocation.gpus == 0:
         return True
-    command_line = " ".join(request.launch.command)  # "bash -c 'dist-train --device cpu'" counts as well
+    # Joined and split again, so that an argument such as 'dist-train --device cpu' of "bash -c" counts as
+    # well.
+    command_line = " ".join(request.launch.command)
     arguments = command_line.replace("=", " ").split(" ")
     return ("--device", "cpu") in itertools.pairwise(arguments)
 
@@ -513,8 +532,10 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
     launch, allocation = job.request.launch, job.allocation
     settings = _worker_settings(job, system)
     if allocation.memory:
+        # Only for messages: after a lack of memory, the node agent names what the job had requested.
         settings[explain.MEMORY] = allocation.memory.option
     if allocation.size.spares:
+        # For example "16+1". The scheduler counts 17 nodes, and does not know that one of them is a spare.
         settings["IMGKIT_NNODES"] = str(allocation.size)
     settings.update(_library_settings(job))
     # The node agent removes variables that leak from the host into the container. It must keep the variables
@@ -527,6 +548,8 @@ def _agent_settings(job: Job, system: System) -> Mapping[str, str]:
         settings["IMGKIT_MAX_FAILURES"] = str(launch.max_failures)
     if allocation.nodes > 1:
         settings["IMGKIT_SCHEDULER"] = system.placement
+    # A value above can be empty: no variable has to be kept, or the node agent recognizes the scheduler by
+    # itself.
     return {name: value for name, value in settings.items() if value}
 
 
@@ -546,13 +569,13 @@ def _worker_settings(job: Job, system: System) -> dict[str, str]:
             settings["IMGKIT_GPUS"] = str(gpus)
     elif nodes_have_gpus or requested_gpus == 0:
         # The node agent refuses to start without the GPUs that its system.json names, unless this variable
-        # selects the CPU.
+        # selects the CPU. `--gpus 0` also applies to GPUs that the recipe does not name.
         settings["IMGKIT_DEVICE"] = "cpu"
     nproc = job.request.launch.nproc
     if not nproc and not system.abilities.hides_gpus:
         # Programs see all GPUs of the node here, so the number of workers must limit how many GPUs they use.
         nproc = requested_gpus
-    if nproc:
+    if nproc:  # otherwise the node agent chooses the number
         settings["IMGKIT_NPROC"] = str(nproc)
     return settings
 
@@ -642,7 +665,7 @@ def _cpus_per_node(recipe: Target, request: JobRequest, gpus: int) -> int | None
         GPUs.
     """
     node, cpus = recipe.system.node, request.allocation.cpus
-    cpus_of_gpus = _cpus_of_gpus(node, gpus)
+    cpus_of_gpus = _cpus_of_gpus(node, gpus)  # 0 if the recipe sets no number, or the job has no GPUs
     if cpus is None:
         return cpus_of_gpus or _cpus_of_processes(request, node.cpus)
     if cpus_of_gpus and cpus != cpus_of_gpus:
@@ -667,6 +690,7 @@ def _cpus_of_gpus_error(recipe: Target, cpus: int, gpus: int) -> UsageError:
     node = recipe.system.node
     cpus_of_gpus = _cpus_of_gpus(node, gpus)
     share_text = f"{node.cpus_per_gpu} each"
+    # `_cpus_of_gpus` has limited the number to the CPUs of a node.
     if cpus_of_gpus < gpus * (node.cpus_per_gpu or 0):
         share_text = "all of a node"
     return UsageError(
@@ -685,7 +709,7 @@ def _cpus_of_processes(request: JobRequest, node_cpus: int | None) -> int | None
     nproc = request.launch.nproc
     if nproc is None:
         return node_cpus
-    if node_cpus is None:
+    if node_cpus is None:  # there is no known limit
         return nproc
     return min(nproc, node_cpus)
 
@@ -766,7 +790,7 @@ def _memory_limit_error(recipe: Target, memory: Memory, limit_MiB: int) -> Usage
     """Return the error for a request of more than `limit_MiB` of memory per node."""
     requested = memory.option
     largest_MiB = limit_MiB
-    if memory.gpus:
+    if memory.gpus:  # the size is for each GPU, so the hint must be as well
         requested = f"{memory.option} with {memory.gpus} GPUs is {size_text(memory.node_MiB)}"
         largest_MiB = limit_MiB // memory.gpus
     return UsageError(
@@ -820,7 +844,7 @@ def _refuse_long_job(recipe: Target, name: str, time_s: int) -> None:
     )
 
 
-def _stop_before(request: JobRequest, time_limit: str) -> int:
+def _seconds_before_limit(request: JobRequest, time_limit: str) -> int:
     """Return how many seconds before the time limit the program is asked to save its state. 0 means never.
 
     ``--stop-before`` sets the number. Without it, a job of ten minutes or more is asked `STOP_BEFORE_S`

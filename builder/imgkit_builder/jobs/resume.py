@@ -60,6 +60,7 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
             changes["image"] = str(Path(container.image).absolute())
     # The flags of the system are stored separately, with the name of their class, which differs for each
     # system.
+    # The run that this job itself resumes is not recorded, because the next `imgkit resume` finds it anew.
     recorded = request.changed(**changes, system_flags=(), resumed=None)
     system_flags = {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags}
     data = {
@@ -134,7 +135,8 @@ def with_flags(recorded: JobRequest, flags: JobRequest) -> JobRequest:
     changes: dict[str, Any] = {}
     for flag in declared_options(JobRequest):
         value = flag.value(flags)
-        if value != flag.default:  # otherwise the flag was not given
+        # A flag with its default value counts as not given. So the recorded value stays.
+        if value != flag.default:
             changes[flag.field] = value
     if "env" in changes:
         changes["env"] = _merge_variables(recorded.container.env, changes["env"])
@@ -164,7 +166,7 @@ def find_run(record: SubmittedJob, run: Runner, *, same_code: bool) -> ResumedRu
         return ResumedRun(job=record.job.handle, folder=folder)
     # If the run was resumed before, its copy may contain newer code than the record of this job names.
     answer = run(("cat", "--", str(folder / "code.json")))
-    code = record.code
+    code = record.code  # stays if the file cannot be read
     with contextlib.suppress(ValueError):  # if the job has not started, the file does not exist
         code = json_text.build_value(CodeRecord, json_text.parse(answer.output), "code.json")
     return ResumedRun(job=record.job.handle, folder=folder, code=code)
@@ -189,9 +191,10 @@ def save_end_of_run(record: SubmittedJob, run: Runner, run_on_files: Runner, *, 
     UsageError : the run has not ended, or its program has completed.
     ToolFailed : the scheduler did not answer. The job may still be running.
     """
+    # Every job is looked at, even after the latest: an earlier one may still run in the same folder.
     latest = None
     for job_record in records.list_records_of_run(record):
-        saved_record = _save_end_of_job(job_record, run)
+        saved_record = _save_end_of_job(job_record, run)  # raises an error if the job has not ended
         latest = latest or saved_record  # the records begin with the job that used the run folder last
     if latest is None or latest.state != "succeeded":
         return
@@ -236,7 +239,7 @@ def _save_end_of_job(record: SubmittedJob, run: Runner) -> SubmittedJob | None:
             where="ID",
             hint=f"imgkit cancel {handle} or imgkit wait {handle}, then imgkit resume {handle}",
         )
-    if report.record != record:
+    if report.record != record:  # the state is new
         records.save_record(report.record)
     return report.record
 

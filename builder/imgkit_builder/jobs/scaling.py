@@ -173,7 +173,11 @@ def plan_scaling(
 
     Parameters
     ----------
-    sizes : the numbers of nodes, the smallest first. `submit.prepare` describes the other parameters.
+    recipe : a shipped name, a recipe's file, or a .sif. For a remote, it can also be an archive.
+    sizes : the numbers of nodes, the smallest first. They replace the number in `request`.
+    code : the code of the request, as `code.read_code_folder` returns it.
+    remote : the remote on which the jobs are submitted. None means this machine.
+    base : the base image that replaces the recipe's base image, for jobs on a remote. "" keeps the recipe's.
 
     Raises
     ------
@@ -233,8 +237,9 @@ def submit_sizes(
 ) -> Iterator[tuple[Path, ScalingRun]]:
     """Submit the jobs of `plan_scaling`. After each one, yield the report's folder and its current content.
 
-    The largest job is submitted first. If the scheduler refuses it, no other job is in the queue. The image
-    and the code are brought to the system only once, for all jobs.
+    A job is submitted only when the caller asks for the next item. The largest job is submitted first. If the
+    scheduler refuses it, no other job is in the queue. The image and the code are brought to the system only
+    once, for all jobs.
 
     Raises
     ------
@@ -242,11 +247,12 @@ def submit_sizes(
         becomes the state of its size.
     """
     *smaller_jobs, largest = planned  # the jobs are in ascending order of their size
+    # This comes before the image is built and sent, which takes long.
     refuse_unstartable(largest.job, largest.script, transport.run)
     ready = submission.make_ready(largest, transport, report)
     record = submission.start_job(ready, transport, report)
-    records.refuse_unknown_id(record)
-    folder = Path(f"{largest.job.name}-scaling-{record.job.id}")
+    records.refuse_unknown_id(record)  # the report could not find such a job again
+    folder = Path(f"{largest.job.name}-scaling-{record.job.id}")  # the id makes the name unique
     folder.mkdir(exist_ok=True)
     run = ScalingRun(
         name=largest.job.name,
@@ -258,7 +264,9 @@ def submit_sizes(
     yield folder, run
     for prepared in reversed(smaller_jobs):
         size = _submit_smaller(submission.with_files_of(ready, prepared), transport)
+        # The largest is submitted first, but the report lists the smallest first.
         run = dataclasses.replace(run, sizes=(size, *run.sizes))
+        # Saved after each job, so that a submitted job is never missing after an interruption.
         save_report(folder, run)
         yield folder, run
 
@@ -340,6 +348,7 @@ def _measure_size(size: ScalingSize, report_folder: Path) -> ScalingSize:
     handle = find_job(size.job)
     state = handle.wait()
     try:
+        # For a job of this machine, nothing is copied, and the result is the job's own run folder.
         run_folder = handle.fetch(report_folder / f"{size.nodes}-nodes")
     except CheckFailed:  # the job has ended without creating a run folder
         return dataclasses.replace(size, state=state, figures={})
@@ -356,14 +365,14 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
 
     A value is left out if the files of the run do not contain it.
     """
-    figures = _launch_figures(run_folder, nodes)
+    figures = _figures_from_run_folder(run_folder, nodes)
     use = measured.read_gpu_use(run_folder)
     if use:
         figures["gpu_percent"] = use.gpu_percent
         figures["memory_MiB"] = use.memory_MiB
     # The values that the program writes about itself are more exact. For example, torch measures the memory
     # at each step. So they replace the values from above.
-    figures.update(_metrics_figures(measured.last_metrics(run_folder)))
+    figures.update(_figures_from_metrics(measured.last_metrics(run_folder)))
     for bandwidth in measured.read_bandwidths(run_folder):
         figures[f"{bandwidth.collective} busbw_GBps"] = bandwidth.busbw_GBps
         figures[f"{bandwidth.collective} algbw_GBps"] = bandwidth.algbw_GBps
@@ -372,14 +381,14 @@ def measure_run(run_folder: Path, nodes: int) -> dict[str, float]:
     return {name: float(value) for name, value in figures.items()}
 
 
-def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def _figures_from_metrics(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the measured values of a run from the lines of its ``metrics.jsonl``.
 
     They are the mean rate, the mean GPU use, the mean MFU (the used part of the GPU's peak performance), and
     the largest memory. For memory, the largest value counts, because the step that needs most memory decides
     whether the run fits.
     """
-    figures = {}
+    figures = {}  # a value that no line contains is left out
     rate = mean_rate(metrics)
     if rate:
         figures["samples_per_s"] = rate
@@ -390,7 +399,7 @@ def _metrics_figures(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]
     return figures
 
 
-def _launch_figures(run_folder: Path, nodes: int) -> dict[str, float]:
+def _figures_from_run_folder(run_folder: Path, nodes: int) -> dict[str, float]:
     """Return the number of ranks and the wall time of a run, from the files of its node agents.
 
     A node agent is imgkit's process on each node. If a node agent has not started or not ended, its file is
@@ -456,9 +465,10 @@ def add_speedups(run: ScalingRun) -> ScalingRun:
     """
     if any(size.has_bandwidths for size in run.sizes):
         return run
+    # All sizes must be compared by the same value. A job that has not run to its end has no valid wall time.
     has_rates = all("samples_per_s" in size.figures for size in run.sizes if size.is_complete)
     compared_by = "samples_per_s" if has_rates else "wall_s"
-    smallest = None  # the smallest size that has the value to compare
+    smallest = None  # the first size that has the value to compare; the sizes are in ascending order
     sizes = []
     for size in run.sizes:
         if not size.is_complete or compared_by not in size.figures:
@@ -506,7 +516,7 @@ def _figure_columns(run: ScalingRun) -> dict[str, Column]:
 
     For example: ``{"mfu": Column("MFU", ".1%")}``. The columns for the collectives of dist-bench come last.
     """
-    names: list[str] = []
+    names: list[str] = []  # a name occurs once for each size that has the value
     for size in run.sizes:
         names += size.figures
     columns = {name: column for name, column in COLUMNS.items() if name in names}
@@ -549,7 +559,8 @@ def _efficiency_sentences(run: ScalingRun) -> list[str]:
     if not compared:
         return ["No size has both a rate and an end: look at the output of the jobs."]
     reference = nodes_text(compared[0].nodes)
-    # This list is never empty, because the smallest size is compared with itself and so has 100 %.
+    # `compared` is in ascending order of sizes. `efficient` is never empty, because the smallest size is
+    # compared with itself and so has 100 %.
     efficient = [size for size in compared if size.figures["efficiency"] >= NEEDED_EFFICIENCY]
     largest = nodes_text(efficient[-1].nodes)
     lines = [

@@ -87,6 +87,7 @@ def prepare(
     if data is None:
         data = data_mounts.list_folders(request)
     remote_name = remote.name if remote else ""
+    # The request is recorded for `imgkit resume` before anything in it is replaced.
     recorded = resume.to_json(recipe, request, base, remote=remote_name)
     # A remote with a volume (pvc) only stores files for pods. The Kubernetes client on this machine submits
     # the job.
@@ -104,7 +105,7 @@ def prepare(
         source = image_source.find_image_source(str(recipe), request, remote.recipe)
         source = dataclasses.replace(source, base=base)
         job = _job_on_remote(source, code, data)
-    script = systems.get_system(job.system).script(job)
+    script = systems.get_system(job.system).script(job)  # last, because the script contains all of the job
     if source is not None:
         image_source.refuse_script(job, script)
     return PreparedJob(job=job, script=script, code=code, data=tuple(data), source=source, request=recorded)
@@ -128,7 +129,7 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     job = _with_code(job, code, Ssh.code_folder)
-    if code is not None and source.recipe:
+    if code is not None and source.recipe:  # only a recipe says which code its image contains
         job = job.with_warning(code_folders.image_code_notice(job))
     return job
 
@@ -157,10 +158,21 @@ def _job_in_pods(
 def _job_of_this_machine(
     recipe: str | Path, request: JobRequest, code: CodeFolder | None, data: Sequence[DataFolder]
 ) -> Job:
-    """Return a job that is submitted on this machine. `prepare` describes the parameters.
+    """Return a job that is submitted on this machine, with its image, code and data.
 
     If `recipe` is a .sif or .sqsh, the record in the image names the system. The job then runs this image,
     unless ``--image`` names another one.
+
+    Parameters
+    ----------
+    recipe : a shipped name, a recipe's file, or an image to run on its own system.
+    code : the user's code, or None for a job without code.
+    data : the folders of data that the request names.
+
+    Raises
+    ------
+    UsageError : the system cannot satisfy a value of the request, or Python would import a copy of the code
+        in the image.
     """
     recipe_file = Path(recipe)
     if image.is_sif(recipe_file) or sqsh.is_sqsh(recipe_file):
@@ -171,6 +183,8 @@ def _job_of_this_machine(
         target = targets.load_target(recipe)
     job = added_packages.with_packages(resolve_job(target, request))
     image_file = Path(job.container.image)
+    # Only a .sif on this machine can be searched for installed projects. For any other image, the checks
+    # below use the recipe.
     sif = None
     if image.is_sif(image_file):
         sif = image_file
@@ -199,6 +213,8 @@ def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
         code_folders.refuse_shadowed_code(code, job.recipe, sif)
         if not job.request.container.image:
             job = job.with_warning(code_folders.image_code_notice(job))
+    # On other systems, the script of the job copies the code. Then the name of the run folder is unknown so
+    # far.
     if systems.get_system(job.system).code_copier == "imgkit":
         job = code_folders.with_new_run_folder(job)
     readable_image = sif
@@ -303,7 +319,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     ImgkitError : a build, a conversion or a transfer failed, or the image cannot run the job.
     """
     for warning in prepared.job.warnings:
-        report.note(warning)
+        report.note(warning)  # before the long steps, so that the user can still stop
     data = data_mounts.download(prepared.data, prepared.job.request, report)
     # The image comes first: `prepare_image` reads what a remote already has, and the other steps use the
     # result.
@@ -314,6 +330,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     # A job with a run folder of its own gets the code together with that folder, below.
     if code is not None and not job.run_folder:
         transport.put_code(code, transport.home_of(job), report)
+    # To look for Python, this starts the image, which must be in its place by now.
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.entry_points is not None:
         transport.put_entry_points(job, report)
@@ -321,7 +338,7 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
         transport.make_run_folder(job, code, report)
     if job.request.resumed is not None:
         _prepare_resumed_folder(job.request.resumed, code, job, transport)
-    return _with_job(with_image, job)
+    return _with_job(with_image, job)  # writes the script again, with the new paths
 
 
 def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
@@ -338,6 +355,7 @@ def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
     job = prepared.job
     if prepared.source is not None:
         job = prepared.source.job_on_remote(str(ready.job.directory), ready.job.container.image)
+    # The container names the image, the code and the entry points. It is the same for any number of nodes.
     job = dataclasses.replace(job, container=ready.job.container)
     return dataclasses.replace(_with_job(prepared, job), image_id=ready.image_id)
 
@@ -376,6 +394,8 @@ def _prepare_resumed_folder(
     ToolFailed : the copy cannot be written.
     """
     home = transport.home_of(job)
+    # The new job's script expects the folder in `home`. On a remote, the user may have changed the folder
+    # since.
     if resumed.folder.parent != home / "runs":
         raise UsageError(
             f"the run is in {resumed.folder}, but jobs now run in {home}",
@@ -388,6 +408,7 @@ def _prepare_resumed_folder(
     for link_name, data_path in runtime_of(job).data_links(job).items():
         link = resumed.folder / WORKSPACE / link_name
         transport.run_script(_LINK_DATA, (data_path, str(link)), ())
+    # This comes last, so that after an error above the folder still shows how the earlier job ended.
     old_files = [str(resumed.folder / name) for name in (stop_protocol.BY_PERSON, stop_protocol.RESULT)]
     transport.run_script('rm -f -- "$@"\n', old_files, ())
 
@@ -399,7 +420,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     output contains no job id, the record gets the output and an id that imgkit chooses.
     """
     job = ready.job
-    output = _submission_answer(ready, transport)
+    output = _call_scheduler(ready, transport)
     job_id, cluster = _parse_job_id(output, job)
     resumed = job.request.resumed
     queued = QueuedJob(
@@ -421,6 +442,7 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     record = SubmittedJob(
         job=queued,
         recipe=job.recipe.name,
+        # An answer marks a job whose id is unknown. imgkit then never asks the scheduler about it.
         answer=None if job_id else output[:_MAX_ANSWER_CHARS],
         code=job.container.code,
         bound_entry_points=entry_points.version if entry_points else "",
@@ -430,10 +452,10 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
         image_id=ready.image_id,
         request=ready.request,
     )
-    return transport.with_store(record, job)
+    return transport.with_store(record, job)  # for a job in pods, its files are on another machine
 
 
-def _submission_answer(ready: PreparedJob, transport: Transport) -> str:
+def _call_scheduler(ready: PreparedJob, transport: Transport) -> str:
     """Submit the script of `ready`, and return the output of the scheduler's command, such as ``"4711\\n"``.
 
     Raises
@@ -469,7 +491,8 @@ def _parse_job_id(answer: str, job: Job) -> tuple[str, str]:
     except Exception:
         # A plug-in can raise any exception. The job exists nevertheless, and only its id is unknown.
         return "", ""
-    # sbatch prints "4711;CLUSTER" on a site with several clusters.
+    # sbatch prints "4711;CLUSTER" on a site with several clusters. Both parts name files and become
+    # arguments.
     job_id, _, cluster = id_text.partition(";")
     if not quoting.is_job_id(job_id) or (cluster and not quoting.is_job_id(cluster)):
         return "", ""

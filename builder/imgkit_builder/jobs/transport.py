@@ -149,6 +149,7 @@ class Transport:
         folder = Path(job.run_folder)
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(mode=0o700)  # closed to other users, like the run folders that job scripts create
+        # This file names the version of the code, for `imgkit resume`.
         files.write_file(folder / "code.json", f"{code_folder.record.text}\n")
         workspace = folder / WORKSPACE
         write_folder(workspace, code_folder.tree.write_copy)
@@ -226,6 +227,9 @@ class Ssh(Transport):
     def open_store(self, program: str, code_folder: CodeFolder | None) -> Store:
         """Read what imgkit's folder on the remote contains, return it, and keep it as `self.store`.
 
+        The methods that send files read `self.store`. So this method must be called before them, which
+        `prepare_image` does.
+
         Parameters
         ----------
         program : a program that the job needs on the remote, such as ``sbatch``.
@@ -268,7 +272,7 @@ class Ssh(Transport):
         source = prepared.source
         assert source is not None  # noqa: S101 - `prepare` has been told the remote
         checks.check_environment(prepared.job)
-        self.login()
+        self.login()  # before any progress is shown, because ssh may ask for a password
         report.stage(f"look at {self.name}")
         # The first word is the program that submits, such as sbatch or qsub. A remote without it is refused
         # before anything is sent.
@@ -276,7 +280,7 @@ class Ssh(Transport):
         image_path = source.remote_image
         sent_image = None
         image_id = ""
-        if not image_path:
+        if not image_path:  # otherwise the user names an image that is on the remote already
             sent_image = Delivery(source=source, connection=self.connection, report=report).bring(contents)
             image_path = sent_image.path
             # The job's record contains the id of the image only if imgkit built it.
@@ -291,9 +295,11 @@ class Ssh(Transport):
     def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:
         """Send the folders of data that the remote does not have, and check the job's paths there.
 
-        See `Transport`.
+        The result is the job with the paths of its data on the remote. `prepare_image` must have been called
+        before.
         """
         job = data_mounts.with_data(prepared.job, prepared.data, f"{self.store.home}/{DATA_FOLDER}")
+        # This comes first, so that a missing folder is reported before anything is sent.
         data_mounts.refuse_missing(job.request, self.name, self.run_script)
         self.send_data(prepared.data, report)
         return job

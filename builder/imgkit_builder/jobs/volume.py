@@ -89,6 +89,7 @@ def _resolve_pod_job(target: Target, request: JobRequest, remote: Remote, home: 
     """
     flags = request.flags(pods.PodFlags)
     volumes = tuple(dict.fromkeys((remote.pvc, *flags.pvcs)))  # each volume once
+    # The new flags for pods replace those of the request. The flags for other systems stay.
     system_flags: list[SystemFlags] = [dataclasses.replace(flags, pvcs=volumes, run_as=ids)]
     for other_flags in request.system_flags:
         if not isinstance(other_flags, pods.PodFlags):
@@ -109,16 +110,17 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     """
     name = PurePosixPath(job.run_folder).name
     used = UsedPaths.of_job(job, run=name)
-    values = {
+    script_variables = {
         "folder": store.home,
-        "id": name.removeprefix(f"{job.name}-"),  # "20261128-224000-3f2a"
+        # The name of the note in "jobs" is an id, such as "20261128-224000-3f2a".
+        "id": name.removeprefix(f"{job.name}-"),
         "name": name,
         "note": f"{used.system}\n{used.lines_after_system()}",
         "resumed": "yes" if job.request.resumed else "",
-        "record": "",
+        "record": "",  # empty for a job without code, whose pods need no script
     }
     if job.container.code is not None:
-        values["record"] = job.container.code.text
-        values["script"] = pods.start_script(job)
-        values["script_name"] = pods.START_SCRIPT
-    connection.run(_MAKE_RUN_FOLDER, values)
+        script_variables["record"] = job.container.code.text
+        script_variables["script"] = pods.start_script(job)
+        script_variables["script_name"] = pods.START_SCRIPT
+    connection.run(_MAKE_RUN_FOLDER, script_variables)

@@ -119,8 +119,9 @@ def parse_listing(output: bytes) -> Listing:
         raise ToolFailed("the list of the run's files is cut short", hint="run the command again")
     # Drop the end marker: "end", an empty text, and the rest after the last null byte.
     texts = texts[:-3]
+    # The code as it was sent, the user's code of today, and the run's copy.
     lists: dict[str, dict[str, Version]] = {"sent": {}, "today": {}, "current": {}}
-    list_name = ""
+    list_name = ""  # stays empty without a copy, because the script then prints only the end
     # The texts come in pairs. A pair whose second text is empty begins a new list.
     for path, fields in zip(texts[::2], texts[1::2], strict=True):
         if fields:
@@ -151,7 +152,7 @@ def _parse_version(fields: str) -> Version:
 
 
 def plan_update(listing: Listing) -> Update:
-    """Return the changes that bring today's code into the run's copy.
+    """Return the changes that bring today's code (the user's current files) into the run's copy.
 
     A file is copied or removed only if the user has changed it since it was sent. If the run has changed the
     same file too, the file is a conflict. There is one exception: if the user has removed a file that the run
@@ -168,6 +169,7 @@ def plan_update(listing: Listing) -> Update:
         if today in (sent, current):  # the user has not changed the file, or the copy already has the change
             continue
         is_changed_by_run = current != sent
+        # No branch below handles a file that the user has removed and the run has changed, because it stays.
         if today is None and not is_changed_by_run:
             removed.append(name)
         elif today is not None and is_changed_by_run:
@@ -198,7 +200,7 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
     run_folder = str(resumed.folder)
     hint = f"to go on with the run's code: imgkit resume {resumed.job} --same-code"
     listing = parse_listing(run_script(LIST, (run_folder, str(store), today.sha256), ()))
-    if not listing.has_copy:
+    if not listing.has_copy:  # the job has not started, so nothing has to be updated
         return
     if not listing.sent:
         raise CheckFailed(

@@ -118,14 +118,15 @@ def check_remote(connection: Connection, target: Target | None) -> tuple[Check, 
     """
     submit_programs = _submit_programs()
     expected_programs = [submit_programs[name] for name in _expected_schedulers(target)]
-    values = {
+    script_variables = {
         "folder": connection.remote.folder,
         "volume": connection.remote.volume,
-        # FIND_PROGRAM adds the PATH of a login shell if this program is not on PATH.
+        # The lines `FIND_PROGRAM` of the script add the PATH of a login shell if this program is not on PATH.
+        # Any of the expected programs shows whether that is needed.
         "program": expected_programs[0],
         "schedulers": " ".join(submit_programs.values()),
     }
-    output = connection.stream(_PROBE, values, args=_modules_of_recipe(target))
+    output = connection.stream(_PROBE, script_variables, args=_modules_of_recipe(target))
     return parse_probe(connection.answer(output), connection, target)
 
 
@@ -137,7 +138,8 @@ def parse_probe(output: bytes, connection: Connection, target: Target | None) ->
 
     Parameters
     ----------
-    connection, target : as in `check_remote`.
+    connection : the connection by which the script ran.
+    target : the recipe of the remote, whose scheduler and modules are checked. None if it has no recipe.
 
     Raises
     ------
@@ -198,15 +200,15 @@ def _check_login(answer: Answer, connection: Connection) -> Iterator[Check]:
         login += "; one connection for all commands"
     yield Check("login", "ok", login)
     if connection.unshared_reason:
-        value = f"every command opens its own connection: {connection.unshared_reason}"
+        message = f"every command opens its own connection: {connection.unshared_reason}"
         hint = "export XDG_RUNTIME_DIR=/run/user/$(id -u), or another short folder of mode 700"
-        yield Check("sharing", "warn", value, hint)
+        yield Check("sharing", "warn", message, hint)
     if "lacks" in answer:
-        value = f"no {', '.join(answer['lacks'])}"
+        message = f"no {', '.join(answer['lacks'])}"
         hint = (
             "there: dnf install coreutils findutils rsync, or apt-get install; plain commands must find them"
         )
-        yield Check("tools", "fail", value, hint)
+        yield Check("tools", "fail", message, hint)
 
 
 def _check_scheduler(answer: Answer, target: Target | None) -> Check:
@@ -216,21 +218,21 @@ def _check_scheduler(answer: Answer, target: Target | None) -> Check:
     """
     programs = _submit_programs()
     if target is not None and target.system.scheduler not in programs:
-        value = (
+        message = (
             f"the recipe {target.name} runs by {target.system.scheduler}, which imgkit run does not support"
         )
         hint = f"a recipe with scheduler: {' or '.join(programs)}; imgkit list"
-        return Check("scheduler", "fail", value, hint)
+        return Check("scheduler", "fail", message, hint)
     for name in _expected_schedulers(target):
         if programs[name] in answer:
             version = first_value(answer, programs[name])
             return Check("scheduler", "ok", f"{name}: {version}")
     if "broken" in answer:
-        value = f"it does not answer: {first_value(answer, 'broken')}"
+        message = f"it does not answer: {first_value(answer, 'broken')}"
     else:
-        value = _describe_missing_scheduler(answer, target)
+        message = _describe_missing_scheduler(answer, target)
     hint = "name a login node of the cluster: imgkit remote add NAME USER@HOST --replace"
-    return Check("scheduler", "fail", value, hint)
+    return Check("scheduler", "fail", message, hint)
 
 
 def _describe_missing_scheduler(answer: Answer, target: Target | None) -> str:

@@ -62,7 +62,7 @@ def check_folder(folder: str, *, where: str) -> str:
     ------
     UsageError : the path contains a character with a special meaning in job scripts or bind options.
     """
-    path = folder.removeprefix("~/")
+    path = folder.removeprefix("~/")  # without it, the path is relative to the home folder anyway
     if not _FOLDER.fullmatch(path):
         raise UsageError(
             f"{path!r} cannot be the folder of jobs",
@@ -264,6 +264,7 @@ def add_remote(remote: Remote, *, replace: bool = False) -> None:
         error.
     """
     text = _read_file()
+    # A file with an error is refused here, before it is written again.
     if remote.name not in _parse_file(text):
         other_tables = text
     elif replace:
@@ -283,7 +284,7 @@ def _format_table(remote: Remote) -> str:
 
     Keys with their default value are left out, except for the folder.
     """
-    defaults = RemoteTable(address="", folder="")
+    defaults = RemoteTable(address="", folder="")  # no remote has an empty address or folder
     lines = [f"[{remote.name}]"]
     for field in dataclasses.fields(RemoteTable):
         value = getattr(remote, field.name)

@@ -99,7 +99,12 @@ class Connection:
     """Whether ssh may ask for a password or a second factor on the terminal."""
 
     def run(self, script: str, values: Mapping[str, str] = _NO_VALUES, *, by_transfer: bool = False) -> bytes:
-        """Run `script`, and return its complete output. The parameters are those of `stream`.
+        """Run `script` on the remote, wait for its end, and return its complete output.
+
+        Parameters
+        ----------
+        values : the values of the script's variables, by name.
+        by_transfer : whether to use the remote's host for transfers, if the remote has one.
 
         Raises
         ------
@@ -111,7 +116,12 @@ class Connection:
         return self.answer(self.stream(script, values, by_transfer=by_transfer))
 
     def answer(self, output: Generator[bytes, None, None]) -> bytes:
-        """Return all of `output`, which `stream` yields in chunks. The errors are those of `run`."""
+        """Return all of `output`, the generator of `stream`, which runs the script only now.
+
+        Raises
+        ------
+        Cut, ScriptFailed, TooLong, ToolFailed : ssh or the script failed, as `run` describes.
+        """
         return process.read_answer(output, f"a command on {self.remote.name}")
 
     def stream(
@@ -144,6 +154,8 @@ class Connection:
         """
         token = secrets.token_hex(16)
         host = self.host(by_transfer=by_transfer)
+        # The remote takes as many bytes of its input for the script as `text` has. The rest is the script's
+        # own input.
         text = f"{self.prelude(token, values)}\nset -- {shlex.join(args)}\n{script}".encode()
         argv = (*self.ssh_argv(host), LOGIN_SHELL_LINE.format(count=len(text)))
         stdin = itertools.chain([text], data)
@@ -196,12 +208,13 @@ class Connection:
         if not self.ask:
             return
         for host in self._hosts():
-            if not self._control_master("check", host):
+            if not self._control_shared_connection("check", host):
+                # Any command opens the connection, which ssh keeps open afterwards (ControlPersist).
                 self.run(":", by_transfer=host == self.remote.transfer)
 
     def close(self) -> bool:
         """Close the shared connections, and return whether at least one was open."""
-        were_open = [self._control_master("exit", host) for host in self._hosts()]
+        were_open = [self._control_shared_connection("exit", host) for host in self._hosts()]
         # The list is complete before `any` looks at it, so that all connections are closed.
         return any(were_open)
 
@@ -211,14 +224,14 @@ class Connection:
             return (self.remote.address,)
         return self.remote.address, self.remote.transfer
 
-    def _control_master(self, command: str, host: str) -> bool:
+    def _control_shared_connection(self, command: str, host: str) -> bool:
         """Send a command to the shared connection of `host`. Return False if no such connection is open.
 
         Parameters
         ----------
         command : a command for ``ssh -O``, such as ``check`` or ``exit``.
         """
-        if self.socket_folder is None:
+        if self.socket_folder is None:  # connections are not shared
             return False
         argv = (*self._options(), "-O", command, "--", host)
         return process.run(argv, check=False).returncode == 0
@@ -336,7 +349,7 @@ def _find_socket_folder() -> tuple[Path | None, str]:
     """Return a private folder for the sockets of shared ssh connections, and an empty text.
 
     If no folder can be used, return None and the reason. The reason is about the first folder, which the user
-    can choose (XDG_RUNTIME_DIR).
+    can choose (XDG_RUNTIME_DIR). Then each command opens its own connection.
     """
     candidates = []
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR", "")
@@ -383,14 +396,14 @@ def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Gener
     ------
     ToolFailed : the line is missing, or is not within the first `_MAX_BANNER_BYTES`.
     """
-    chunks = iter(output)
+    chunks = iter(output)  # one iterator, so that the end of this function goes on after the first chunks
     first_bytes = b""
     for chunk in chunks:
         first_bytes += chunk
         if token_line in first_bytes or len(first_bytes) > _MAX_BANNER_BYTES:
             break
     banner, separator, script_output = first_bytes.partition(token_line)
-    if not separator:
+    if not separator:  # without the token, nothing shows that the output is from imgkit's script
         message = f"the login shell of {host} runs no command"
         banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
         if banner_end:

@@ -57,7 +57,7 @@ def fetch_run(
     job = record.job
     report.stage(f"fetch {job.handle}")
     folder.mkdir(parents=True, exist_ok=True)
-    files_before = _list_files(folder)
+    files_before = _list_files(folder)  # before anything is fetched, to tell the new files
     if not job.store:  # the output of a job in pods is in its run folder
         _fetch_log(connection, jobs.log_file(record), folder, report)
     _fetch_run_folder(connection, record, folder, checkpoints=checkpoints, report=report)
@@ -100,8 +100,9 @@ def _fetch_run_folder(
     ----------
     checkpoints : whether the checkpoints of the training run are copied as well.
     """
-    # Without -p, the files get the permissions of new local files. The secret of a run and an unfinished copy
-    # of its code have names that begin with a dot, so they are excluded.
+    # Without -p, the files get the permissions of new local files. The secret by which the nodes of the run
+    # recognize each other, and an unfinished copy of the code, must stay on the remote. Their names begin
+    # with a dot.
     options = ["-rt", "--exclude=.*"]
     if not checkpoints:
         options.append("--exclude=checkpoints/")
@@ -109,7 +110,7 @@ def _fetch_run_folder(
     with tempfile.NamedTemporaryFile(
         "w", prefix="imgkit-", encoding="utf-8", errors="surrogateescape"
     ) as patterns:
-        unchanged_names = _unchanged_code(connection, record)
+        unchanged_names = _list_unchanged_code(connection, record)
         for name in unchanged_names:
             patterns.write(f"/{WORKSPACE}/{_escape_pattern(name)}\n")
         patterns.flush()
@@ -124,11 +125,11 @@ def _fetch_run_folder(
                 report,
             )
         except ScriptFailed as error:
-            if error.code != rsync.NO_FOLDER:
+            if error.code != rsync.NO_FOLDER:  # the folder does not exist before the job has started
                 raise
 
 
-def _unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
+def _list_unchanged_code(connection: Connection, record: SubmittedJob) -> list[str]:
     """Return the names of the code files in the run's copy that the run has not changed.
 
     For a job without code, the result is empty. A name with a line break is left out, because rsync reads the

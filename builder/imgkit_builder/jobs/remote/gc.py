@@ -178,6 +178,9 @@ def find_unused(connection: Connection, days: int) -> Unused:
     Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
     ToolFailed : the remote's answer is cut short.
     """
+    # The schedulers are asked after the listing, so they report each job of the listing that has not ended.
+    # The other order would take a job for ended that was submitted in between. For jobs that are submitted
+    # later, `remove_unused` compares the times of the folders again.
     listing = _list_store(connection)
     unfinished = _unfinished_by_system(connection, listing)
     before_s = listing.clock_s - days * DAY_S
@@ -205,12 +208,15 @@ def find_superseded(
 
     Raises
     ------
-    Cut, ScriptFailed, ToolFailed : in the cases of `find_unused`.
+    Cut, ScriptFailed : the remote cannot be reached, or cannot list its files.
+    ToolFailed : the remote's answer is cut short.
     """
+    # `images` is in order of age, so the first of these is the newest.
     older = [image for image in images if image.project == current.project and image.name != current.name]
     by_path = {f"images/{image.name}": image for image in older[1:]}  # without the newest one
     if not by_path:
         return Unused(folders=()), {}
+    # In this order, for the reason that `find_unused` gives: no job of the listing may be taken for ended.
     listing = _list_store(connection)
     unfinished = _unfinished_by_system(connection, listing)
     needed_paths = _paths_of_jobs_to_run(listing, unfinished)
@@ -254,10 +260,10 @@ def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
     """
     if not unused.folders and not unused.ended_jobs:
         return ()
-    values = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
+    script_variables = {"folder": connection.remote.folder, "before": str(int(unused.before_s))}
     # The script reads the paths of the folders from its standard input, and the job ids from its arguments.
     paths = [f"{folder.path}\n".encode() for folder in unused.folders]
-    stream = connection.stream(_REMOVE, values, args=unused.ended_jobs, data=paths)
+    stream = connection.stream(_REMOVE, script_variables, args=unused.ended_jobs, data=paths)
     output = connection.answer(stream).decode(errors="replace")
     removed_paths = []
     for line in output.splitlines():
@@ -267,7 +273,7 @@ def remove_unused(connection: Connection, unused: Unused) -> tuple[str, ...]:
 
 
 def _list_store(connection: Connection) -> StoreListing:
-    """Return the folders and job notes in the store.
+    """Return the folders and job notes (the files ``jobs/ID``) in the store, imgkit's folder on the remote.
 
     If the remote has no folder of imgkit, there are none.
     """
@@ -300,7 +306,7 @@ def parse_listing(output: bytes, remote: str) -> StoreListing:
     )
 
 
-def _matches(pattern: re.Pattern[str], lines: Sequence[str]) -> Iterator[re.Match[str]]:
+def _match_lines(pattern: re.Pattern[str], lines: Sequence[str]) -> Iterator[re.Match[str]]:
     """Yield a match for each line that `pattern` matches completely."""
     for line in lines:
         match = pattern.fullmatch(line)
@@ -314,7 +320,7 @@ def _parse_folders(lines: Sequence[str]) -> tuple[StoredFolder, ...]:
     Folders with paths that imgkit does not use are left out.
     """
     folders = []
-    for match in _matches(_FOLDER, lines):
+    for match in _match_lines(_FOLDER, lines):
         if not _PATH.fullmatch(match["path"]):
             continue
         folder = StoredFolder(
@@ -331,25 +337,27 @@ def _parse_job_notes(lines: Sequence[str]) -> tuple[JobNote, ...]:
     """Return the job notes in the lines that the script `_LIST` prints.
 
     A job note says what a job uses. It combines the lines about a file in ``jobs`` with the lines about the
-    job's folder in ``runs``. A file whose name is not a job id is left out.
+    job's folder in ``runs``, which does not exist before the job starts. A file whose name is not a job id is
+    left out.
     """
     note_lines = collections.defaultdict[str, list[str]](list)  # by job id, the lines of the file in "jobs"
-    for match in _matches(_NOTE_LINE, lines):
+    for match in _match_lines(_NOTE_LINE, lines):
         note_lines[match["id"]].append(match["text"])
     run_times_s = _change_times_s("run", lines)
+    # A run that has succeeded has nothing left to do, even if it has checkpoints.
     resumable_runs = _matching_runs(_CHECKPOINT, lines) - _matching_runs(_SUCCESS, lines)
     notes = []
     for job_id, submitted_s in _change_times_s("job", lines).items():
         if not is_job_id(job_id):
             continue
         used = UsedPaths.parse(note_lines[job_id])
-        run = used.run_name(job_id)
+        run_name = used.run_name(job_id)
         note = JobNote(
             id=job_id,
             system=used.system,
             folders=used.folders,
-            used_s=max(submitted_s, run_times_s.get(run, 0)),
-            is_resumable=run in resumable_runs,
+            used_s=max(submitted_s, run_times_s.get(run_name, 0)),  # 0: there is no run folder yet
+            is_resumable=run_name in resumable_runs,
         )
         notes.append(note)
     return tuple(notes)
@@ -362,7 +370,7 @@ def _matching_runs(pattern: re.Pattern[str], lines: Sequence[str]) -> set[str]:
     ----------
     pattern : `_CHECKPOINT` or `_SUCCESS`.
     """
-    return {match["run"] for match in _matches(pattern, lines)}
+    return {match["run"] for match in _match_lines(pattern, lines)}
 
 
 def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
@@ -373,7 +381,7 @@ def _change_times_s(kind: str, lines: Sequence[str]) -> dict[str, int]:
     kind : ``run`` for the folders in ``runs``, or ``job`` for the files in ``jobs``.
     """
     times_s = {}
-    for match in _matches(_CHANGE, lines):
+    for match in _match_lines(_CHANGE, lines):
         if match["kind"] == kind:
             times_s[match["name"]] = int(match["time_s"])
     return times_s
@@ -390,6 +398,7 @@ def select_unused(listing: StoreListing, unfinished: UnfinishedBySystem, before_
     unfinished : the jobs that have not ended, for each system in `listing`.
     before_s : Unix time on the remote. "Recently" means at this time or later.
     """
+    # The notes come first, because a folder is unused only if none of them uses it.
     used_paths: set[str] = set()
     ended_jobs = []
     for note in listing.notes:
@@ -429,9 +438,11 @@ def _unfinished_by_system(connection: Connection, listing: StoreListing) -> Unfi
 def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
     """Return the jobs of a system that have not ended, or the reason why they are unknown.
 
+    With such a reason, the caller takes every job of the system for unfinished, and keeps its files.
+
     Parameters
     ----------
-    name : ``SYSTEM`` or ``SYSTEM;CLUSTER``, as in `JobNote`.
+    name : the system, such as ``slurm``, or ``SYSTEM;CLUSTER`` if Slurm manages several clusters.
 
     Raises
     ------
@@ -450,7 +461,7 @@ def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
         if cluster or not is_for_cluster:
             argv.append(argument.format(cluster=cluster))
     finished = remote_jobs.run_scheduler_command(connection, argv)
-    if finished.returncode != 0:
+    if finished.returncode != 0:  # its output may lack jobs
         reason = f"{argv[0]} failed with exit code {finished.returncode}: {finished.tail()}"
         return UnfinishedJobs(unknown_reason=reason)
     return UnfinishedJobs(ids=frozenset(finished.output.split()))

@@ -61,12 +61,15 @@ def _script_text(job: Job, script: Script) -> str:
     The first lines check that the image and the code still exist. Then the values of the user's variables are
     exported.
     """
+    # `_START` changes to this folder, so paths in it are relative.
     folder = str(job.directory)
     image = job.container.image.removeprefix(f"{folder}/")
     used_paths = [image]
     if job.container.code_folder:
         used_paths.append(job.container.code_folder.removeprefix(f"{folder}/"))
-    text = _START.format(folder=shlex.quote(folder), files=shlex.join(used_paths), image=shlex.quote(image))
+    lines_before = _START.format(
+        folder=shlex.quote(folder), files=shlex.join(used_paths), image=shlex.quote(image)
+    )
     for name in job.container.names:
-        text += f"export {name}={shlex.quote(os.environ[name])}\n"
-    return text + script.text
+        lines_before += f"export {name}={shlex.quote(os.environ[name])}\n"
+    return lines_before + script.text

@@ -116,7 +116,8 @@ _REST = 'if [ -e "$log" ]; then exec tail -c "+$from" -- "$log"; fi\n'
 def submit_script(connection: Connection, job: Job, script: Script) -> Generator[bytes, None, None]:
     """Submit `script` in the job's folder on the remote, and yield what the scheduler prints.
 
-    The remote also gets the file ``jobs/ID``, which lists the files that the job uses (`store.UsedPaths`).
+    Nothing is submitted before the caller reads the output. The remote also gets the file ``jobs/ID``, which
+    lists the files that the job uses (`store.UsedPaths`), so that `imgkit remote gc` keeps them.
 
     Raises
     ------
@@ -125,14 +126,15 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
     """
     remote = connection.remote
     program = script.submit[0]
-    # The values of the user's variables are part of the script. Other users of the remote could see them in
-    # arguments.
-    values = {name: os.environ[name] for name in job.container.names}
-    export_line = f"export {' '.join(values)}\n" if values else ""
+    # The values of --env NAME, which may be secret, are part of the script. In arguments, other users of the
+    # remote could see them.
+    user_variables = {name: os.environ[name] for name in job.container.names}
+    export_line = f"export {' '.join(user_variables)}\n" if user_variables else ""
     output = connection.stream(
         export_line + _SUBMIT,
-        {**values, "folder": str(job.directory), "program": program},
-        args=(*_note_args(job), *script.submit),
+        # The last two replace variables of the user with the same names, because the script needs its own.
+        {**user_variables, "folder": str(job.directory), "program": program},
+        args=(*_submission_args(job), *script.submit),
         data=[script.text.encode()] if script.on_stdin else [],
     )
     try:
@@ -149,12 +151,12 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
         ) from error
 
 
-def _note_args(job: Job) -> Argv:
-    """Return the first three arguments of the script `_SUBMIT`.
+def _submission_args(job: Job) -> Argv:
+    """Return the first three arguments of the script `_SUBMIT`, which submits the job on the remote.
 
-    They are the system, the other lines of the file ``jobs/ID``, and the paths of the image, code and data.
-    The script checks that these paths still exist, because `imgkit remote gc` may have removed them
-    meanwhile. The run folder need not exist yet.
+    They are the first line of the file ``jobs/ID``, which is the system, the other lines of that file, and
+    the paths of the image, code and data. The script depends on this order. It checks that these paths still
+    exist, because `imgkit remote gc` may have removed them meanwhile. The run folder need not exist yet.
     """
     resumed = job.request.resumed
     used = UsedPaths.of_job(job, run=resumed.folder.name if resumed else "")
@@ -176,7 +178,8 @@ def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: 
     Cut : the remote cannot be reached.
     TooLong : the command printed more than `process.MOST_BYTES`.
     """
-    # The generator below changes this value if the command fails. The value is final when all output is read.
+    # The generator below changes this value if the command fails. It is final only when all output has been
+    # read, which `answer` does.
     exit_code = 0
 
     def stream_output() -> Generator[bytes, None, None]:
@@ -204,8 +207,18 @@ class RunnerWithFile:
         """The content of the file, or "" if there is no such file. None before the first command."""
 
     def __call__(self, argv: Sequence[str]) -> Finished:
-        """Run the command `argv`. The result and the errors are those of `run_scheduler_command`."""
+        """Run the command `argv` on the remote, and return its exit code and its output.
+
+        If another command has run before, ``cat -- FILE`` runs nothing on the remote. It then succeeds even
+        if there is no such file.
+
+        Raises
+        ------
+        Cut : the remote cannot be reached.
+        TooLong : the command printed more than `process.MOST_BYTES`.
+        """
         if self._file_text is None:
+            # The content of the file follows a zero byte. It is stored for a later call.
             finished = run_scheduler_command(self._connection, argv, file=self._file)
             output, _, self._file_text = finished.output.rpartition("\0")
             return dataclasses.replace(finished, output=output)
@@ -241,7 +254,8 @@ def follow_output(
     while True:
         written_before = written_bytes
         try:
-            # The script _FOLLOW may miss the last output of the job. The script _REST then prints that part.
+            # The script _FOLLOW ends with the job, but may miss its last output. The script _REST then prints
+            # that part.
             for script in (_FOLLOW, _REST):
                 for part in _stream_output(connection, record, script, start=written_bytes):
                     if isinstance(part, str):
@@ -249,7 +263,7 @@ def follow_output(
                         on_status(status.state, status.wait)
                     else:
                         write(part)
-                        written_bytes += len(part)
+                        written_bytes += len(part)  # both scripts, and the next connection, start from here
         except Cut as error:
             # Only connections in a row that bring no new output count as failures.
             if written_bytes > written_before:
@@ -274,13 +288,14 @@ def _stream_output(
         before.
     """
     system = systems.get_system(record.job.system)
+    # Without a status command, the script only follows the output.
     status_argv: Argv = ()
     program = "tail"
     if system.reports_state:
         status_argv = system.status_commands(record.job)[0]
         program = status_argv[0]
     mark = _MARK_START + secrets.token_hex(16)  # random, so that the output of a job cannot contain it
-    values = {
+    script_variables = {
         "program": program,
         "log": str(log_file(record)),
         "unknown_job": system.queue.unknown_job,
@@ -288,7 +303,7 @@ def _stream_output(
         "from": str(start + 1),  # tail -c counts bytes from 1
     }
     # The script _FOLLOW ends when its input ends, so the input is held open.
-    stream = connection.stream(script, values, args=status_argv, hold=script is _FOLLOW)
+    stream = connection.stream(script, script_variables, args=status_argv, hold=script is _FOLLOW)
     return split_stream(stream, mark.encode())
 
 
@@ -314,14 +329,14 @@ def split_stream(chunks: Iterable[bytes], mark: bytes) -> Generator[bytes | str,
                 yield part
             elif part:
                 rows.append(part)
-            else:
+            else:  # an empty row ends the answer
                 yield b"\n".join(rows).decode(errors="replace")
                 rows.clear()
             is_row = not is_row
         if not is_row:
             output, pending = _split_before_mark(pending, mark)
             yield output
-    if not is_row:
+    if not is_row:  # at the end, this is no mark, so it is output
         yield pending
 
 

@@ -65,11 +65,12 @@ def bring(job: Job, image_id: str, connection: Connection, run: Runner, report: 
         return job
     image = job.container.image
     image_digest = runtime_of(job).image_digest(job, run)
-    # The file is beside an image in the store, so that both are removed together. For an image outside of the
-    # store, the file is in the job's folder.
+    # The file is beside an image in the store (imgkit's folder there), so that both are removed together. For
+    # an image outside of the store, the file is in the job's folder.
     folder = str(job.directory)
     if image.startswith(f"{folder}/images/"):
         folder = posixpath.dirname(image)
+    # Files of --packages take the place of the `packages` of imgkit.toml.
     local_paths = job.request.container.packages
     if local_paths:
         records = [_bring_file(path, folder, connection, report) for path in local_paths]
@@ -77,6 +78,7 @@ def bring(job: Job, image_id: str, connection: Connection, run: Runner, report: 
         request = _add_request(job, folder, image_digest)
         add_result = add.add(request, report, machine=_machine_of_job(job, connection), image_id=image_id)
         records = [(str(add_result.path), add_result.record)]
+    # Both checks need the records of the files, which a file on the remote provides only now.
     record.refuse_unfit(records, image=image, digests=[image_digest, image_id])
     added_packages.refuse_unseen(job, [stored for _, stored in records])
     return job.with_container(packages=tuple(path for path, _ in records))
@@ -114,11 +116,12 @@ def _bring_file(
         record_bytes = run_script('tail -c "$2" -- "$1"\n', (path, str(record.END_BYTES)))
         return path, record.parse_end(record_bytes, path)
     stored = record.read(local_file)
+    # The name is a digest of the content, so an existing file need not be compared.
     remote_path = f"{folder}/{stored.squashfs_sha256}.sqsh"
     answer = run_script('if [ -e "$1" ]; then echo there; fi\n', (remote_path,))
     if not answer:
         report.note(f"to send: packages: {path}")
         with files.open_regular(local_file) as stream:
-            chunks = iter(lambda: stream.read(files.CHUNK_BYTES), b"")
+            chunks = iter(lambda: stream.read(files.CHUNK_BYTES), b"")  # until the end of the file
             run_script(_WRITE, (remote_path,), chunks)
     return remote_path, stored

@@ -137,6 +137,8 @@ def _shell_config(connection: Connection, host: str, folder: str, status_file: P
     folder : the folder on the host in which the server runs.
     status_file : the file to which `rsync_shell` writes the exit code of ssh.
     """
+    # The script prints the token, so that `rsync_shell` can tell its output from the banner of the login
+    # shell.
     token = secrets.token_hex(16)
     config = {
         "ssh": connection.ssh_argv(host),
@@ -157,7 +159,7 @@ def _exit_error(connection: Connection, host: str, code: int, errors: str) -> To
         hint = f"there: {INSTALL}; or a host that has it: imgkit remote add ... --transfer USER@HOST"
         return ToolMissing(f"there is no rsync on {host}", where=connection.remote.name, hint=hint)
     if code in _CONNECTION_LOST:
-        code = SSH_FAILED
+        code = SSH_FAILED  # `exit_error` returns `Cut` for this code, after which the caller connects again
     return connection.exit_error(code, errors, host)
 
 
@@ -165,6 +167,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     """Run rsync, and report how many bytes of all files it has processed.
 
     rsync prints only the position in the current file. So the sizes of the finished files are added to it.
+    If rsync fails, `Exited` is raised, which the caller translates for the user.
 
     Parameters
     ----------
@@ -176,7 +179,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     """
     finished_bytes = 0
     output_end = b""
-    for chunk in process.filter_through(argv, ()):
+    for chunk in process.filter_through(argv, ()):  # rsync gets an empty input
         # Only the end of the output is kept, because the statistics are there and the output can be long.
         output_end = (output_end + chunk)[-_TAIL_BYTES:]
         for match in _POSITION.finditer(chunk):

@@ -63,6 +63,7 @@ def _run_ssh(argv: Sequence[str], script: bytes, token_line: bytes) -> int:
         assert ssh.stdout is not None  # noqa: S101
         threading.Thread(target=_send_script_and_output, args=(ssh, ssh.stdin, script), daemon=True).start()
         ssh_output = ssh.stdout.fileno()
+        # The thread must be running by now, because the script prints nothing before it has arrived.
         data = _skip_banner(ssh_output, token_line)
         if data is None:  # the login shell has not run the script
             return _end_without_command(ssh)
@@ -126,6 +127,7 @@ def _skip_banner(source: int, token_line: bytes) -> bytes | None:
         first_bytes += data
         _, separator, script_output = first_bytes.partition(token_line)
         if separator:
+            # An empty result would look like the end of the output, so wait for the next data.
             return script_output or os.read(source, CHUNK_BYTES)
     banner_end = first_bytes[-200:].decode(errors="replace").strip()
     print(f"the login shell runs no command; it printed: {banner_end}", file=sys.stderr)

@@ -305,7 +305,7 @@ class UsedPaths:
         run = ""
         stored_paths = []
         for path in paths:
-            if path.startswith("runs/"):
+            if path.startswith("runs/"):  # only a resumed job names its run folder
                 run = path.removeprefix("runs/")
             elif path:
                 stored_paths.append(path)
@@ -342,18 +342,20 @@ def open_store(connection: Connection, *, program: str, code: str = "") -> Store
     Raises
     ------
     Cut, ScriptFailed : the remote cannot be reached, or the folder cannot be created.
-    ToolFailed, UsageError : in the cases of `parse_store`.
+    ToolFailed : the answer of the remote is cut short.
+    UsageError : the folder belongs to another user, or its path cannot be used in a job.
     """
     remote = connection.remote
-    values = {"folder": remote.folder, "program": program, "code": code, "volume": remote.volume}
-    output = connection.run(_LIST_STORE, values)
+    script_variables = {"folder": remote.folder, "program": program, "code": code, "volume": remote.volume}
+    output = connection.run(_LIST_STORE, script_variables)
     return parse_store(output, remote)
 
 
 def parse_store(output: bytes, remote: Remote) -> Store:
-    """Return the content of the store from `output`, which the script for `open_store` prints.
+    """Return the content of the store, which is imgkit's folder on a remote.
 
-    Folders with names that imgkit does not use, and images with a damaged description, are left out.
+    `output` is what the script `_LIST_STORE` prints there, which `open_store` runs. Folders with
+    names that imgkit does not use, and images with a damaged description, are left out.
 
     Raises
     ------
@@ -364,7 +366,7 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     home = first_value(answer, "home")
     # If the folder belongs to another user, the script prints only the owner.
     owner = first_value(answer, "owner")
-    # The path itself contains a line that begins with "home ".
+    # With two such lines, the path itself contains a line break and a line that begins with "home ".
     has_line_break = len(answer.get("home", ())) > 1
     if not owner and (not home or has_line_break):
         raise unreadable_answer(remote.name, output)
@@ -374,7 +376,8 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     images = []
     for name, description in descriptions.items():
         stored = _parse_description(description)
-        # A folder whose name does not match its description is left out.
+        # The name is made of the digests in the description. A folder with another name may have been copied
+        # or edited by hand, so it is left out.
         if stored is not None and stored.name == name:
             images.append(stored)
     return Store(
@@ -382,6 +385,7 @@ def parse_store(output: bytes, remote: Remote) -> Store:
         has_program="program" in answer,
         images=tuple(images),
         code=tuple(filter(_DIGEST.fullmatch, answer.get("code", ()))),
+        # The names of data folders have the same form as those of images.
         data=tuple(filter(IMAGE_NAME.fullmatch, answer.get("data", ()))),
         incoming_code=first_value(answer, "incoming"),
         volume=first_value(answer, "volume"),
@@ -419,6 +423,8 @@ def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:
     # job may contain.
     checked_path = home.replace("\N{REPLACEMENT CHARACTER}", "\0")
     try:
+        # Only to see whether the path is refused. The error of this function names the remote instead of a
+        # flag.
         quoting.check_flag_value("--directory", checked_path)
     except UsageError as error:
         return UsageError(
@@ -501,11 +507,11 @@ def _parse_answer(output: bytes, remote: Remote) -> tuple[Answer, Mapping[str, b
     descriptions: dict[str, bytes] = {}
     stream = io.BytesIO(output)
     for raw_line in stream:
-        if not raw_line.endswith(b"\n"):
+        if not raw_line.endswith(b"\n"):  # the answer is cut short within this line
             break
         line = raw_line.removesuffix(b"\n").decode(errors="replace")
         key, _, value = line.partition(" ")
-        if key == "end":
+        if key == "end":  # only this line shows that the answer is complete
             return answer, descriptions
         if key != "image":
             answer.setdefault(key, []).append(value)
@@ -513,6 +519,7 @@ def _parse_answer(output: bytes, remote: Remote) -> tuple[Answer, Mapping[str, b
         size, _, name = value.partition(" ")
         if not _DESCRIPTION_SIZE.fullmatch(size):
             break
+        # This moves the stream behind the description, whose lines are not lines of the answer.
         descriptions[name] = stream.read(int(size))
     raise unreadable_answer(remote.name, output)
 
@@ -523,10 +530,10 @@ def _parse_description(text: bytes) -> RemoteImage | None:
     If the text is damaged, or if another version of imgkit wrote it in another schema, the result is None.
     """
     try:
-        values = json_text.parse(text, most_bytes=_MAX_DESCRIPTION_BYTES)
-        if values.pop("schema") != _DESCRIPTION_SCHEMA:
+        fields = json_text.parse(text, most_bytes=_MAX_DESCRIPTION_BYTES)
+        if fields.pop("schema") != _DESCRIPTION_SCHEMA:
             return None
-        stored: RemoteImage = json_text.build_value(RemoteImage, values, "it", closed=True)
+        stored: RemoteImage = json_text.build_value(RemoteImage, fields, "it", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
     return stored

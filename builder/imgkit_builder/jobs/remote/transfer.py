@@ -201,7 +201,10 @@ def send_data(
 
     Raises
     ------
-    Cut, ToolMissing, CheckFailed, ScriptFailed : in the cases of `send_folder`.
+    Cut : the connection was lost too often. The same call resumes the transfer later.
+    ToolMissing : rsync is missing on this machine or on the remote.
+    CheckFailed : the file system of the remote has too little free space.
+    ScriptFailed : a command on the remote failed.
     UsageError : a file has changed since the folder was listed.
     """
     links = tuple(f"--link-dest={rsync.FOLDER}/{name}" for name in earlier)
@@ -241,8 +244,11 @@ def send_image(
 
     Raises
     ------
-    Cut, ToolMissing, CheckFailed, ScriptFailed : in the cases of `send_folder`.
-    CheckFailed : the file on the remote differs from `image`, for example because `sif` has changed.
+    Cut : the connection was lost too often. The same call resumes the transfer later.
+    ToolMissing : rsync is missing on this machine or on the remote.
+    CheckFailed : the file system of the remote has too little free space, or the file there differs from
+        `image`, for example because `sif` has changed.
+    ScriptFailed : a command on the remote failed.
     """
     options = ["-rpt", "--copy-links", "--ignore-times"]
     if basis is not None:
@@ -252,6 +258,7 @@ def send_image(
         folder.mkdir()
         (folder / SIF).symlink_to(sif.absolute())
         files.write_file(folder / IMAGE_JSON, image.to_json().decode())
+        # rsync follows the link because of --copy-links, so the .sif is not copied here.
         source = Source(
             path=folder,
             label="image",
@@ -268,22 +275,38 @@ def _send_and_publish(
 ) -> Transferred | None:
     """Send `source` and publish it as `target`. Connect again as long as the transfer makes progress.
 
-    To publish means to check what has arrived in ``.incoming``, and to give it its name in the store. The
-    parameters, the result and the errors are those of `send_folder` and `send_image`.
+    To publish means to check what has arrived in ``.incoming``, and to give it its name in the store, which
+    is imgkit's folder on the remote.
+
+    Parameters
+    ----------
+    home : the absolute path of the store.
+    target : a path of the form ``FOLDER/NAME``, relative to `home`.
+
+    Returns
+    -------
+    The number and the size of the files that were sent. None if rsync does not report them.
+
+    Raises
+    ------
+    Cut : the first connection was lost, or `ATTEMPTS` connections in a row brought no progress.
+    ToolMissing, CheckFailed, ScriptFailed : another attempt would not help, so there is none.
     """
     folder, _, name = target.rpartition("/")
-    values = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
+    script_variables = {"home": home, "folder": folder, "name": name, "partial": rsync.PARTIAL}
     failures = 0  # connections in a row that were lost without progress
     most_arrived_bytes = -1  # at the start of any attempt so far; -1 until an attempt has reached the remote
     while True:
         try:
             arrived_bytes = 0
+            # A folder that is prepared and empty saves the first attempt a round trip. Any later attempt must
+            # see what has arrived.
             if failures or not source.is_prepared:
-                arrived_bytes = _prepare_incoming(connection, values, source, is_retry=failures > 0)
-            if arrived_bytes > most_arrived_bytes:
+                arrived_bytes = _prepare_incoming(connection, script_variables, source, is_retry=failures > 0)
+            if arrived_bytes > most_arrived_bytes:  # progress, so the count of failures starts again
                 failures = 0
                 most_arrived_bytes = arrived_bytes
-            return _send_rest(connection, values, source, arrived_bytes, report)
+            return _send_rest(connection, script_variables, source, arrived_bytes, report)
         except Cut as error:
             failures += 1
             # If not even the first connection succeeded, the address is probably wrong, and further attempts
@@ -317,7 +340,8 @@ def _send_rest(
     report.stage(f"send the {source.label} to {remote}")
     transferred = _send_files(connection, values, source, report)
     if source.check is not None:
-        # Raise an error if the content has changed while it was sent.
+        # Raise an error if the content has changed while it was sent. This comes before `_publish`, because
+        # jobs can use the content as soon as it is published.
         source.check()
     report.stage(f"check the {source.label} on {remote}")
     _publish(connection, values, source)
@@ -338,7 +362,7 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
     ToolFailed : the remote's answer cannot be read.
     """
     remote = connection.remote.name
-    output = connection.run(_PUBLISH, {**values, **_checked_partition(source.image)}, by_transfer=True)
+    output = connection.run(_PUBLISH, {**values, **_partition_variables(source.image)}, by_transfer=True)
     if output == b"different\n":
         path = str((source.path / SIF).resolve())
         raise CheckFailed(
@@ -350,10 +374,11 @@ def _publish(connection: Connection, values: Mapping[str, str], source: Source) 
         raise unreadable_answer(remote, output)
 
 
-def _checked_partition(image: RemoteImage | None) -> dict[str, str]:
-    """Return the variables of `_PUBLISH` with the digest, start and length of the image's root partition.
+def _partition_variables(image: RemoteImage | None) -> dict[str, str]:
+    """Return the variables by which the script `_PUBLISH` checks the image's root partition on the remote.
 
-    A folder without an image is not checked. The script skips the check if the digest is "".
+    They are the digest, the start and the length of the partition. A folder without an image is not checked.
+    The script skips the check if the digest is "".
     """
     if image is None:
         return {"sum": ""}
@@ -369,8 +394,8 @@ def _prepare_incoming(
 ) -> int:
     """Create the folder in ``.incoming`` for the files, and return how many bytes have already arrived there.
 
-    If an earlier attempt has left a part of an image, the basis is appended to it (`_JOIN`), so that rsync
-    can use the blocks of both.
+    If an earlier attempt has left a part of an image, the basis (an older image on the remote) is appended to
+    it (`_JOIN`), so that rsync can use the blocks of both. The result does not count the appended bytes.
 
     Parameters
     ----------
@@ -388,7 +413,7 @@ def _prepare_incoming(
         raise unreadable_answer(connection.remote.name, output)
     free = free_bytes(answer["df_row"].decode(errors="replace"))
     # rsync writes a new file beside the partial one. So the bytes that have already arrived do not reduce the
-    # space that is needed.
+    # space that is needed. For files that may become hard links, the needed space is unknown.
     if free is not None and free < source.size_bytes and not source.may_be_linked:
         raise CheckFailed(
             f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
@@ -417,7 +442,7 @@ def _send_files(
 ) -> Transferred | None:
     """Send the files of `source` to its folder in ``.incoming``, and return what was transferred.
 
-    If rsync prints no statistics, the result is None.
+    If rsync prints no statistics, the result is None. The caller publishes the files afterwards.
 
     Parameters
     ----------
@@ -426,7 +451,9 @@ def _send_files(
 
     Raises
     ------
-    Cut, ToolMissing, ScriptFailed : in the cases of `rsync.run_rsync`.
+    Cut : the connection was lost.
+    ToolMissing : rsync is missing on this machine or on the remote.
+    ScriptFailed : rsync failed for another reason than a full disk.
     CheckFailed : the disk of the remote is full, or the user's quota is used up.
     """
     folder = f"{values['home']}/{values['folder']}"
@@ -435,10 +462,12 @@ def _send_files(
         # The user gives the limit in MB/s, and rsync takes it in KiB/s.
         limit_kib = round(connection.remote.bwlimit * 1e6 / 1024)
         options.append(f"--bwlimit={max(1, limit_kib)}")  # at least 1, because 0 would mean no limit
+    # `run_rsync` takes "remote:" as the start of a path relative to `folder`.
     args = (*options, f"{source.path.absolute()}/", f"remote:.incoming/{values['name']}/")
     try:
         return rsync.run_rsync(connection, folder, args, report, source.size_bytes)
     except ScriptFailed as error:
+        # A full disk is the only failure with advice of its own. Any other one is raised as it is.
         message = _full_disk_message(connection, folder, error, source.size_bytes)
         if message is None:
             raise

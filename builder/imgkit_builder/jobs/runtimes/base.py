@@ -161,7 +161,7 @@ class Runtime(abc.ABC):
                     where=str(path),
                     hint="ask its owner for one that is not, or for the archive: imgkit sif ARCHIVE",
                 )
-            if sif.record is None:
+            if sif.record is None:  # imgkit writes its record into each .sif
                 return True
         return job.request.container.python_flag != "" or self._lacks_manifest(path)
 
@@ -180,7 +180,7 @@ class Runtime(abc.ABC):
         for example because the file is not on this machine.
         """
         path = Path(job.container.image)
-        arch = self._image_arch(path)
+        arch = self._image_arch(path)  # "" if it is unknown
         node_archs = {platform.removeprefix("linux/") for platform in job.recipe.platforms}
         if not arch or arch in node_archs:
             return None
@@ -270,19 +270,22 @@ class Runtime(abc.ABC):
             # PYTHONPATH cannot be used to find the package. Python ignores it with -I, and the entry points
             # start their workers with -I as well.
             python_options = (python, "-I", "-m", PACKAGE)
+        # Each part runs the rest of the argv. The command of --activate comes first, so that it cannot
+        # replace the user's variables.
         prefix = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_options)
         return self._start(job, (*prefix, *command), forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the argv that starts `command` in the container.
 
-        `argv` has already added the user's variables.
+        `argv`, the only caller, has already added the user's variables to `command`.
 
         Parameters
         ----------
-        forward : as in `argv`.
+        forward : names of variables that docker passes on from its own environment. Other runtimes pass on
+            all variables.
         """
-        return command
+        return command  # without a container, nothing has to be added
 
     def _entry_point_python(self, job: Job) -> str:
         """Return the path of the Python that runs a ``dist-*`` command: ``PYTHON -I -m PACKAGE dist-run``.
@@ -303,7 +306,7 @@ class Runtime(abc.ABC):
         if self.environment_by_options:
             return ()
         assignments = quoting.assignments(job.container.env)
-        if self.has_container:
+        if self.has_container:  # without one, the exports alone are enough
             # `exports` sets these variables on the node, and the shell of the node replaces $NAME by the
             # value.
             assignments += [quoting.ShellText(f'"{name}=${name}"') for name in self.system_variables(job)]
@@ -328,6 +331,7 @@ class Runtime(abc.ABC):
         """
         if not self.opens_shells:
             return ""
+        # Without a command, the shell gets all variables, including those that a dist-* command sets itself.
         shell_job = dataclasses.replace(job, command=())
         shell = " ".join(map(quoting.quote, self.shell(shell_job)))
         return " && ".join((*self.environment_lines(shell_job), f"exec {shell}"))
@@ -347,6 +351,7 @@ class Runtime(abc.ABC):
                 where="--option",
                 hint="leave it out",
             )
+        # Runtimes differ in where their options begin: "docker run" has two words before them.
         program_and_verb = argv[: self.options_index]
         return (*program_and_verb, *options, *argv[self.options_index :])
 
@@ -408,6 +413,7 @@ class Runtime(abc.ABC):
         """
         container = job.container
         variables = self.system_variables(job)
+        # The check comes first, because the lines after it use the variables of the site.
         lines = self._require_site_variables(job, variables)
         lines += quoting.export_lines(job.settings)
         if container.env_file:
@@ -450,7 +456,7 @@ class Runtime(abc.ABC):
         image, and leaves out values that are wrong for its node.
         """
         system_facts = job.recipe.system
-        overridden = user_variables(job.container)
+        overridden = user_variables(job.container)  # a new set, which is changed below
         partition = system_facts.partitions.get(job.allocation.queue)
         if partition is not None and partition.interfaces:
             # The nodes of this partition have other network interfaces than those in system.env.
@@ -461,7 +467,8 @@ class Runtime(abc.ABC):
             if name in overridden:
                 continue
             if name == VISIBLE_GPUS:
-                # system.env lists all GPUs of a node, but the job may have requested fewer.
+                # system.env lists all GPUs of a node, but the job may have requested fewer. With 0 GPUs, the
+                # value is empty, which hides them all.
                 indices = value.split(",")[: job.allocation.gpus]
                 variables[name] = ",".join(indices)
             elif not reads_env_in_image:
@@ -509,6 +516,7 @@ fi"""
             folder = entry_points.folder
             mounts.append(f"{folder}/{PACKAGE}:{entry_points.site}/{PACKAGE}:ro")
             mounts.append(f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro")
+        # The job's folder has the same path in the container as on the node.
         mounts.append(str(job.directory))
         return tuple(mounts)
 
@@ -522,6 +530,7 @@ fi"""
         system_facts = job.recipe.system
         libraries = system_facts.runtime.host_libs
         if system_facts.fabric.host_libs == "auto":
+            # `HOST_FOLDERS` are mounted in any case, so what is below them needs no mount of its own.
             other_folders = [folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS)]
             for folder in (*HOST_FOLDERS, *other_folders):
                 yield f"{folder}:{HOST}{folder}:ro"

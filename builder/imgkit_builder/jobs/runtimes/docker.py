@@ -88,9 +88,9 @@ class Docker(Runtime):
         """
         options = list(super().options(job))
         memory = job.allocation.memory
-        if memory and job.system in _WITHOUT_SCHEDULER:
+        if memory and job.system in _WITHOUT_SCHEDULER:  # elsewhere, the scheduler limits the memory
             options.append(f"--memory={size_text(memory.node_MiB).lower()}")
-        if job.system == "slurm":
+        if job.system == "slurm":  # only Podman is allowed there, and not Docker
             names = {option.partition("=")[0] for option in options}
             for option in _PODMAN_OPTIONS:
                 if option.partition("=")[0] not in names:
@@ -116,6 +116,7 @@ class Docker(Runtime):
         recipe. It does not replace variables in a value of the user (``--env``).
         """
         container = job.container
+        # `job.settings` are imgkit's own variables. A variable of the user replaces one of the same name.
         variables = {name: value for name, value in job.settings.items() if name not in container.env}
         variables |= self.system_variables(job)
         mounts = map(quoting.quote_with_site_variables, with_targets(self.mounts(job)))

@@ -212,7 +212,10 @@ class Pyxis(Runtime):
         return (*lines, *super().exports(job))
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
-        """Return the options of srun for pyxis, and then the shell that runs `command` in the container."""
+        """Return the options of srun for pyxis, and then the shell that runs `command` in the container.
+
+        pyxis is a plug-in of srun, so the caller puts ``srun`` before the result.
+        """
         container = job.container
         options = self.options(job)
         mounts = ",".join(dict.fromkeys(with_targets(self.mounts(job))))  # each once, in order
@@ -222,6 +225,7 @@ class Pyxis(Runtime):
             f"--container-workdir={container.workdir or job.directory}",
         ]
         if "--container-mount-home" not in options:
+            # A recipe that says nothing about the home folder must not depend on the site's default.
             pyxis_options.append("--no-container-mount-home")
         if container.names:
             # srun passes on the values in its environment, so no argument contains them. Without this option,
@@ -256,7 +260,7 @@ class Pyxis(Runtime):
                 where=job.container.image,
                 hint=f"one of {', '.join(_STARTERS)} on PATH; or submit where there is one",
             )
-        program = programs[0]
+        program = programs[0]  # `_STARTERS` lists the preferred program first
         # The options in the recipe are for pyxis, so the usual options of Singularity are used here.
         singularity = Singularity()
         singularity_argv = singularity.argv(job, probe)

@@ -100,6 +100,7 @@ class Singularity(Runtime):
 
         It is ``singularity shell``, unless something must be set up in the container before the shell starts.
         """
+        # Without a command, `system_variables` returns all variables of the system.
         job = dataclasses.replace(job, command=())
         has_variables = job.container.env or self.system_variables(job)
         if has_variables or job.request.container.activate or job.container.packages or _is_sqsh(job):
@@ -134,7 +135,7 @@ class Singularity(Runtime):
         argv = self._argv_to_image(job, "exec")
         if not _is_sqsh(job):
             return (*argv, *command)
-        set_library_path = ""
+        set_library_path = ""  # shell text
         libraries = self.listed_libraries(job)
         if libraries:
             set_library_path = quoting.export_library_path(libraries)

@@ -337,6 +337,7 @@ def find_job_id(output: str, pattern: str) -> str:
     pattern : regular expression for a complete id.
     """
     lines = output.strip().splitlines()
+    # A set, because a site may print the same id twice.
     ids = {line for line in lines if re.fullmatch(pattern, line)}
     if len(ids) == 1 and lines[-1] in ids:
         return lines[-1]
@@ -521,7 +522,7 @@ def _refuse_taken_flags(name: str, plugin: System, systems: Iterable[System]) ->
     ``imgkit run`` accepts the flags of all systems, so each name can be used only once.
     """
     try:
-        plugin.flags()  # raises an error if a flag has no default
+        plugin.flags()  # called only because it raises an error if a flag has no default
         flag_names = _flag_names(plugin.flags)
     except Exception as error:  # the plug-in's own code can raise anything
         raise _plugin_error(name, f"declares flags that cannot be read: {error}", "") from None

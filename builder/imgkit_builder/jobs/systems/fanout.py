@@ -127,10 +127,12 @@ def guard_command(command: Argv, host_input: HostInput = NO_INPUT) -> Argv:
     start_text = _START_COMMAND
     if host_input.secret:
         start_text = _START_WITH_INPUT.format(variable=VARIABLE)
+    # If `_input_lines` sends no lines, the guard must not wait for them.
     if host_input != NO_INPUT:
         start_text = _READ_INPUT_LINES + start_text
-    script = _GUARD.format(kill_s=KILL_S, start=start_text)
-    return ("sh", "-c", script, "imgkit", *command)
+    guard_script = _GUARD.format(kill_s=KILL_S, start=start_text)
+    # "imgkit" becomes $0 of the script, and `command` its arguments.
+    return ("sh", "-c", guard_script, "imgkit", *command)
 
 
 class _Host:
@@ -155,14 +157,14 @@ class _Host:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.readers = []
+        self.readers = []  # one thread for the output, and one for the errors
         for stream, is_error in ((self.process.stdout, False), (self.process.stderr, True)):
-            reader = threading.Thread(target=self._show, args=(stream, is_error, show), daemon=True)
+            reader = threading.Thread(target=self._show_lines, args=(stream, is_error, show), daemon=True)
             reader.start()
             self.readers.append(reader)
         self.send(data)
 
-    def _show(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
+    def _show_lines(self, stream: BinaryIO, is_error: bool, show: Show) -> None:
         """Call `show` with each line of `stream` until the stream ends. This runs in a thread of its own."""
         for line in iter(functools.partial(stream.readline, LINE_BYTES), b""):
             show(self.name, line.removesuffix(b"\n"), is_error)
@@ -186,9 +188,12 @@ class _Host:
     def exit_code(self) -> int | None:
         """Return the exit code of ssh, or None if ssh is still running or its output is not completely shown.
 
+        ssh exits with the code of the command on the host.
+
         If a signal N ended ssh, the code is 128 + N, as in a shell.
         """
         code = self.process.poll()
+        # ssh can have ended while its last output is still in the pipes.
         for reader in self.readers:
             if reader.is_alive():  # some output is not shown yet
                 return None
@@ -224,14 +229,17 @@ def run_on_hosts(
     lock = threading.Lock()
 
     def show_line(host: str, text: bytes, is_error: bool) -> None:
-        with lock:
+        with lock:  # two threads of each host call this function
             show(host, text, is_error)
 
-    data = _input_lines(host_input)
-    with _collect_stop_signals() as signals, _close_at_exit() as hosts:
-        # If ssh cannot be started for one host, `_close_at_exit` ends the commands on the hosts before it.
+    guard_input = _input_lines(host_input)
+    # The order matters: when this ends, the commands on the hosts are ended first. Until then, a signal must
+    # not end this process.
+    with _collect_stop_signals() as signals, _end_hosts_at_exit() as hosts:
+        # If ssh cannot be started for one host, `_end_hosts_at_exit` ends the commands on the hosts before
+        # it.
         for command in commands:
-            hosts.append(_Host(command.host, command.line, data, show_line))
+            hosts.append(_Host(command.host, command.line, guard_input, show_line))
         return _wait_for_hosts(hosts, signals, say, head_decides=head_decides)
 
 
@@ -246,7 +254,8 @@ def _wait_for_hosts(
     Parameters
     ----------
     signals : the numbers of the signals that have arrived. A signal handler appends to this list at any time.
-    head_decides : as in `run_on_hosts`, whether only the exit code of the first host, the head, counts.
+    head_decides : whether only the exit code of the first host, the head, counts. The other hosts then go on
+        when one of them fails, because a spare node can replace it.
     """
     running = list(hosts)
     first_code = handled_signals = 0
@@ -261,10 +270,11 @@ def _wait_for_hosts(
             if code is None:
                 continue
             running.remove(host)
-            if code and not signals:
+            if code and not signals:  # after a signal, the hosts end because they are asked to
                 say(_failure_message(host, code))
             # If the head decides, the run is over when its command ends, even without an error.
             ends_run = host is hosts[0] if head_decides else code != 0
+            # Only the first failure counts. Later ones usually follow from it.
             if ends_run and first_code == 0:
                 first_code = code
                 peers_end_s = time.monotonic() + PEERS_S
@@ -295,19 +305,19 @@ def _failure_message(host: _Host, code: int) -> str:
 
 
 def _ask_to_end(hosts: Sequence[_Host]) -> None:
-    """Send a line to the guard on each host, which then sends TERM to its command."""
+    """Send a line to the guard, the script on each host that then sends TERM to its command."""
     for host in hosts:
         host.send(b"end\n")
 
 
 def _force_to_end(hosts: Sequence[_Host]) -> None:
-    """End the input of the guard on each host, which then sends TERM to its command, and KILL later."""
+    """End the input of the guard, the script on each host. It sends TERM to its command, and KILL later."""
     for host in hosts:
         host.end()
 
 
 @contextlib.contextmanager
-def _close_at_exit() -> Iterator[list[_Host]]:
+def _end_hosts_at_exit() -> Iterator[list[_Host]]:
     """Yield an empty list for the caller's hosts. On exit, end the commands on these hosts.
 
     After `END_S` seconds, each ssh that is still running is killed.
@@ -316,9 +326,10 @@ def _close_at_exit() -> Iterator[list[_Host]]:
     try:
         yield hosts
     finally:
-        _force_to_end(hosts)
+        _force_to_end(hosts)  # all of them first, so that they end at the same time
         end_s = time.monotonic() + END_S
         for host in hosts:
+            # One limit for all hosts together.
             remaining_s = max(0.0, end_s - time.monotonic())
             with contextlib.suppress(subprocess.TimeoutExpired):
                 host.process.wait(remaining_s)
@@ -330,7 +341,7 @@ def _close_at_exit() -> Iterator[list[_Host]]:
 def _collect_stop_signals() -> Iterator[list[int]]:
     """Collect INT, TERM and HUP signals in the yielded list, so that they do not end this process.
 
-    On exit, the previous signal handlers are restored.
+    The list grows at any time, whenever a signal arrives. On exit, the previous signal handlers are restored.
     """
     received: list[int] = []
 
@@ -433,7 +444,7 @@ def is_this_machine(host: str) -> bool:
 
 
 def _read_hosts_file(file: Path) -> list[tuple[str, str]]:
-    """Return the hosts in a file, each after its position for error messages: ``("./FILE:3", "node2")``.
+    """Return the hosts in a file, each after the line that an error names: ``("./FILE:3", "node2")``.
 
     Raises
     ------
@@ -447,7 +458,7 @@ def _read_hosts_file(file: Path) -> list[tuple[str, str]]:
         ) from None
     hosts = []
     for line_number, line in enumerate(lines, 1):
-        fields = line.partition("#")[0].split()
+        fields = line.partition("#")[0].split()  # without the comment
         if fields:
             host = fields[0]  # in files for Open MPI, "slots=N" follows
             hosts.append((f"{file}:{line_number}", host))

@@ -58,7 +58,7 @@ class Kubeflow(pods.Pods):
                 where=job.recipe.where("system", "queue", "node_pools"),
                 hint="use --format runai, or a recipe without queue.node_pools",
             )
-        document = _pytorchjob(job) if kind == "pytorchjob" else _trainjob(job)
+        document = _pytorchjob_document(job) if kind == "pytorchjob" else _trainjob_document(job)
         comments = _interactive_comments(job, kind) if job.is_interactive else ()
         text = "\n".join((*comments, _to_yaml(_without_empty_values(document))))
         return Script(text=text, submit=("kubectl", "create", "-f", "-"), on_stdin=True)
@@ -75,7 +75,7 @@ class Kubeflow(pods.Pods):
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
         """Return the command that shows the job and its events."""
-        kind, name = _kind_and_name(record)
+        kind, name = _split_job_id(record)
         return (("kubectl", "describe", kind, name, *_namespace_options(record.queue)),)
 
     def parse_status(self, output: str) -> JobStatus:
@@ -86,12 +86,12 @@ class Kubeflow(pods.Pods):
         true_conditions = re.findall(r"^ *Status: +True\n +Type: +(\w+)$", output, re.MULTILINE)
         state: JobState = ""
         if true_conditions:
-            state = STATES.get(true_conditions[-1], "")
+            state = STATES.get(true_conditions[-1], "")  # "" for a condition that imgkit does not know
         return JobStatus(state=state, text=output)
 
     def log_source(self, record: QueuedJob) -> Argv:
         """Return the command that follows the output of all pods."""
-        kind, name = _kind_and_name(record)
+        kind, name = _split_job_id(record)
         selector = f"--selector={_SELECTORS[kind]}={name}"
         # With a selector, kubectl by default prints only the last 10 lines of each pod, and follows at most 5
         # pods.
@@ -100,7 +100,7 @@ class Kubeflow(pods.Pods):
 
     def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
         """Return the command that opens a shell in a pod's container, next to the job's program."""
-        kind, name = _kind_and_name(record)
+        kind, name = _split_job_id(record)
         pod = node
         if not pod and kind == "trainjob":
             # JobSet gives its Jobs fixed names, but the names of their pods end with random characters. With
@@ -114,7 +114,7 @@ class Kubeflow(pods.Pods):
 
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that deletes the job and its pods."""
-        kind, name = _kind_and_name(record)
+        kind, name = _split_job_id(record)
         return ("kubectl", "delete", kind, name, *_namespace_options(record.queue))
 
 
@@ -199,7 +199,7 @@ def _parse_client_options(job: Job) -> _ClientOptions:
             large_shm = True
             continue
         if not equals_sign:
-            pair = next(options, "")
+            pair = next(options, "")  # this item is not an option, and the loop skips it
         name, separator, value = pair.partition("=")
         if flag not in values_of_flag or not separator:
             raise _unsupported_option_error(job, flag)
@@ -217,7 +217,7 @@ def _unsupported_option_error(job: Job, flag: str) -> UsageError:
     )
 
 
-def _pytorchjob(job: Job) -> dict[str, Any]:
+def _pytorchjob_document(job: Job) -> dict[str, Any]:
     """Return a PyTorchJob with a master pod for the first node and a worker pod for each other node.
 
     Usually, pods are never restarted, and all pods stay after the end of the job so that their logs can be
@@ -261,7 +261,7 @@ def _pytorch_pod(job: Job) -> dict[str, Any]:
     return _pod_template(job, container, schedulerName=scheduler)
 
 
-def _trainjob(job: Job) -> dict[str, Any]:
+def _trainjob_document(job: Job) -> dict[str, Any]:
     """Return a TrainJob, which contains the values of this job for the cluster's training runtime `RUNTIME`.
 
     The runtime is a template for jobs. Kubeflow Trainer creates the pods from it.
@@ -337,6 +337,7 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
         name = f"volume{index}"
         mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
         volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
+    # A container without mounts would be an empty patch of a TrainJob.
     containers = []
     has_only_name = len(container) == 1  # "name" is its only key
     if mounts or not has_only_name:
@@ -400,7 +401,7 @@ def _pod_resources(job: Job) -> dict[str, Any]:
     return {"limits": limits, "requests": requests}
 
 
-def _kind_and_name(record: QueuedJob) -> tuple[str, str]:
+def _split_job_id(record: QueuedJob) -> tuple[str, str]:
     """Return the two parts of the job's id, which is ``KIND.NAME``."""
     kind, _, name = record.id.partition(".")
     return kind, name

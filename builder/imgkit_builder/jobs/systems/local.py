@@ -98,6 +98,7 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
     runtime = runtime_of(job)
     export_lines = runtime.exports(job)
     has_site_variables = any(isinstance(argument, quoting.ShellText) for argument in argv)
+    # Such an argument is a `ShellText`, in which the shell on the node must expand a variable of the site.
     if has_site_variables:
         # The arguments must be part of the shell's text. Otherwise the shell would not expand the variables
         # in them.
@@ -105,6 +106,7 @@ def _with_settings(job: Job, argv: Argv) -> Argv:
         return ("sh", "-c", "; ".join((*export_lines, f"exec {command}")))
     if runtime.environment_by_options:
         return argv
+    # Here, the arguments reach the shell as "$@", which does not expand them.
     if _has_node_values(job):
         return ("sh", "-c", "; ".join((*export_lines, 'exec "$@"')), "sh", *argv)
     if not job.settings:
@@ -118,6 +120,7 @@ def _has_node_values(job: Job) -> bool:
     Two kinds of variables depend on the node. Folders of libraries are put before the node's own
     LD_LIBRARY_PATH. A default in ``system.env`` is used only if the node has no value of its own.
     """
+    # The file of --env-file is read on the node as well.
     if job.recipe.system.runtime.host_libs or job.container.env_file:
         return True
     runtime = runtime_of(job)

@@ -126,9 +126,9 @@ def _hosts(job: Job) -> tuple[str, ...]:
 
 
 def _check_hosts(job: Job) -> None:
-    """Check that ``--hosts`` names one host for each node.
+    """Check that ``--hosts`` names one host for each node, in a form that the job's starter accepts.
 
-    If mpirun starts the job, check that it can use them.
+    The starter is mpirun or ssh (``--mpi-start``).
 
     Raises
     ------
@@ -137,7 +137,7 @@ def _check_hosts(job: Job) -> None:
     flags = job.flags(MpiFlags)
     nodes = job.allocation.nodes
     by_ssh = flags.mpi_start == "ssh"
-    # Without hosts, mpirun starts one node on this machine.
+    # Without hosts, mpirun starts one node on this machine. ssh always needs a host.
     needs_hosts = bool(flags.names) or nodes > 1 or by_ssh
     if needs_hosts and len(flags.names) != nodes:
         raise _host_count_error(flags.names, nodes)
@@ -208,6 +208,8 @@ def _mpirun_argv(job: Job) -> Argv:
     nodes = job.allocation.nodes
     forward = _forwarded_variables(job)
     options = _mpirun_options(job)
+    # `forward` of mpirun sets variables on each host, and `FORWARD` names those that docker passes on from
+    # there.
     command = local.host_argv(job, runtime_of(job).argv(job, job.command, forward=FORWARD))
     if job.flags(MpiFlags).mpi_start != "ranks":
         return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
@@ -246,10 +248,12 @@ def _forwarded_variables(job: Job) -> Mapping[str, str]:
     A value from the user replaces imgkit's own value. If mpirun starts only one node agent, no other node has
     to be found, and the result is empty.
     """
+    # With "ranks", mpirun starts several processes even on one node, and these must find each other.
     if job.allocation.nodes == 1 and job.flags(MpiFlags).mpi_start != "ranks":
         return {}
     hosts = _hosts(job) or ("127.0.0.1",)
     rendezvous = {"IMGKIT_NODES": ",".join(hosts), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(MASTER_PORT)}
+    # `container.env` has the user's values, from --env.
     return {name: job.container.env.get(name, value) for name, value in rendezvous.items()}
 
 
@@ -270,11 +274,13 @@ def _ssh_script(job: Job) -> Script:
     """
     # A run by hand has no job id from which a port could be computed. A fixed port would let two runs with
     # the same head connect to each other, and other users would know it. So the port is random.
+    # All hosts must get the same port.
     port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
     ssh_lines = []
     guarded_commands = []
     for rank, host in enumerate(_hosts(job)):
         command = _node_command(job, rank, port)
+        # What a user types needs no guard: Ctrl-C in the terminal ends it.
         ssh_argv = ("ssh", "-t", host, _remote_line(job, _node_argv(job, command)))
         ssh_lines.append(command_line(ssh_argv))
         guarded_line = _remote_line(job, _guarded_node_argv(job, command))
@@ -286,6 +292,7 @@ def _ssh_script(job: Job) -> Script:
         foreground=True,
         host_commands=tuple(guarded_commands),
         host_input=_ssh_input(job),
+        # With spare nodes, the run goes on when another host than the head fails.
         head_decides=job.outlives_nodes,
     )
 
@@ -309,12 +316,13 @@ def _torch_comments(job: Job) -> list[str]:
     This is PyTorch's own launcher. If it cannot start the job, for example because of spare nodes, the result
     is empty.
     """
-    program = _torch_program(job.command)
+    program = _program_for_torch(job.command)
     if not program or job.allocation.size.spares:
         return []
     lines = ["# The same by PyTorch's own launcher:"]
     for rank, host in enumerate(_hosts(job)):
         launch = _torch_launch(job, program, rank)
+        # The command of the job decides which variables of the system it gets, so it is replaced as well.
         node_argv = _node_argv(dataclasses.replace(job, command=launch), launch)
         ssh_argv = ("ssh", "-t", host, _remote_line(job, node_argv))
         lines.append(f"# {shlex.join(ssh_argv)}")
@@ -333,21 +341,21 @@ def _node_command(job: Job, rank: int, port: str) -> Argv:
     port : the port on the head to which the other hosts connect.
     """
     hosts = _hosts(job)
-    if len(hosts) == 1:
+    if len(hosts) == 1:  # there is no other host to find
         return job.command
     head = _head_host(job)
     if _starts_node_agent(job):
         return manual.start_argv(
             job.command, nnodes=job.allocation.size, node_rank=rank, head=head, port=port
         )
-    placement = {
+    variables = {
         "IMGKIT_NNODES": job.allocation.size,
         "IMGKIT_NODE_RANK": rank,
         "IMGKIT_HEAD": head,
         "IMGKIT_PORT": port,
         "MASTER_ADDR": head,
     }
-    return ("env", *assignments(placement), *job.command)
+    return ("env", *assignments(variables), *job.command)
 
 
 def _starts_node_agent(job: Job) -> bool:
@@ -404,7 +412,7 @@ def _remote_line(job: Job, argv: Argv) -> str:
     return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(argv)}"
 
 
-def _torch_program(command: Argv) -> Argv:
+def _program_for_torch(command: Argv) -> Argv:
     """Return the arguments by which ``torch.distributed.launch`` starts the program of `command`.
 
     ``dist-run train.py --lr 1`` -> ``train.py --lr 1``, and ``dist-train --lr 1`` -> ``-m MODULE --lr 1``.
@@ -413,7 +421,7 @@ def _torch_program(command: Argv) -> Argv:
     which torch does not know.
     """
     name, *arguments = command
-    if {"-h", "--help", "--version"} & set(arguments):
+    if {"-h", "--help", "--version"} & set(arguments):  # it starts no workers
         return ()
     if name == "dist-run" and arguments and not arguments[0].startswith("-"):
         return tuple(arguments)

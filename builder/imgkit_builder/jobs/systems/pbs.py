@@ -120,9 +120,10 @@ class Pbs(System):
         # With this rendezvous protocol of the cxi provider, PALS needs a further option. The template
         # explains it.
         needs_rdzv = has_peers and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
-        text = render_template(
+        script_text = render_template(
             job,
             "pbs.sh.j2",
+            # With "-j oe", errors go to the file of the output, the only one that `log_source` follows.
             directives=_directive_texts(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
             by_task=starter,
             patience_s=PEER_EXIT_S,
@@ -131,7 +132,7 @@ class Pbs(System):
             words=start_on_host,
         )
         is_array = any(option.startswith("-J") for option in scheduler_options(job))
-        return Script(text=text, submit=("qsub",), on_stdin=True, is_array=is_array)
+        return Script(text=script_text, submit=("qsub",), on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
         """Return the script for ``qsub`` of a job that runs imgkit on a node to create an image file.
@@ -151,17 +152,21 @@ class Pbs(System):
         directives = _directive_texts(
             ("-S", "/bin/bash", "-j", "oe", *_common_options(job), *scheduler_options(job))
         )
-        text = render_template(
+        script_text = render_template(
             job, "sif.sh.j2", prefix="#PBS", directives=directives, command=command_line(job.command)
         )
-        return Script(text=text, submit=("qsub",), on_stdin=True)
+        return Script(text=script_text, submit=("qsub",), on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return the id that ``qsub`` prints: ``4711.server``, or ``4711[].server`` for an array."""
         return find_job_id(output, r"[0-9]+(\[[0-9]*\])?(\..+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands that ask the queue, and then the history, which not every server keeps."""
+        """Return the commands that ask the queue, and then the history, which not every server keeps.
+
+        The first one must ask the queue. If it prints anything, `job_status` takes the job for waiting or
+        running.
+        """
         return (("qstat", "-f", record.id), ("qstat", "-x", "-f", record.id))
 
     def parse_status(self, output: str) -> JobStatus:
@@ -308,9 +313,11 @@ def _node_command(job: Job, *, rdzv: bool) -> Argv:
     """
     nodes = job.allocation.nodes
     by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
+    # A node agent, imgkit's process on each node, finds its rank in the variables of whoever has started it.
+    # Docker passes on only the variables that are listed here.
     placement = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
     forward = [*placement, *pbs.FORWARD, RUN_DIR]
-    if job.makes_secret:
+    if job.makes_secret:  # the nodes of the run recognize each other by this secret
         forward.append(VARIABLE)
     argv = with_folder_check(job, runtime_of(job).argv(job, job.command, forward=tuple(forward)))
     if not by_pals:

@@ -280,7 +280,7 @@ def pod_workdir(job: Job) -> str:
     UsageError : ``--directory`` is not on a volume of the pods.
     """
     if job.container.code is not None:
-        return job.run_folder
+        return job.run_folder  # the start script later changes to the folder of --workdir
     folder = pod_directory(job)  # also raises the error for a folder that the pods do not have
     return job.container.workdir or str(folder or "")
 
@@ -341,6 +341,7 @@ def pod_variables(job: Job) -> Mapping[str, str]:
                 where=job.recipe.where("system", "env", name),
                 hint=f"--env {name}=VALUE",
             )
+    # The last value of a variable counts.
     return {**_output_folders(job), **job.settings, **system_variables, **job.container.env}
 
 
@@ -353,14 +354,14 @@ def _output_folders(job: Job) -> dict[str, str]:
     """
     run_folder = job.run_folder
     if not run_folder:
-        parent = _writable_folder(job)
+        parent = _find_writable_folder(job)
         if parent is None:
             return {}
         run_folder = str(parent / "runs" / pod_name(job))
     return {"IMGKIT_RUN_DIR": run_folder, "IMGKIT_LOG_DIR": f"{run_folder}/logs"}
 
 
-def _writable_folder(job: Job) -> PurePosixPath | None:
+def _find_writable_folder(job: Job) -> PurePosixPath | None:
     """Return a folder on a writable volume of the job, or None if no volume is writable.
 
     It is the job's folder if that is on a writable volume, and otherwise the path of the first writable

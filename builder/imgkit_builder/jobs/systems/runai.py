@@ -63,7 +63,7 @@ class RunAI(pods.Pods):
         if not is_submitted:
             return
         kind = _job_kind(job)
-        if kind:
+        if kind:  # the first client, which has no kinds, does not list its options completely
             argv = (*_command_options(job, job.name), *job.recipe.system.queue.options)
             runai_client.refuse_unknown((*kind.split(), "submit"), argv)
 
@@ -128,6 +128,7 @@ def _client_command(kind: str, *arguments: str) -> Argv:
     ------
     UsageError : `kind`, which comes from the job's record, is not one of `KINDS`.
     """
+    # The kind becomes words of a command, so a damaged record must not put arbitrary text there.
     if kind and kind not in KINDS:
         raise UsageError(
             f"no runai client calls a job {kind!r}", where="the record of the job", hint="runai workload list"

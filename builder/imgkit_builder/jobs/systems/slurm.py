@@ -150,8 +150,8 @@ class Slurm(System):
         is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
         # The job's script has two ways to start the container: by srun directly, or in a shell function of
-        # the template for jobs with spare nodes.
-        text = render_template(
+        # the template for jobs with spare nodes. Both checks run before that, as steps of their own.
+        script_text = render_template(
             job,
             "slurm.sh.j2",
             directives=_directive_options(job, is_array=is_array),
@@ -161,7 +161,7 @@ class Slurm(System):
             start=command_line(_srun_argv(job, container)),
             start_in_node=command_line(_srun_argv(job, (*_IN_NODE_FUNCTION, *container))),
         )
-        return Script(text=text, submit=SUBMIT, on_stdin=True, is_array=is_array)
+        return Script(text=script_text, submit=SUBMIT, on_stdin=True, is_array=is_array)
 
     def conversion_script(self, job: Job) -> Script:
         """Return the script for ``sbatch`` of a job that runs imgkit on a node to create an image file."""
@@ -172,19 +172,20 @@ class Slurm(System):
             "--ntasks=1",
             *_queue_options(job),
         )
-        text = render_template(
+        script_text = render_template(
             job, "sif.sh.j2", prefix="#SBATCH", directives=directives, command=command_line(job.command)
         )
-        return Script(text=text, submit=SUBMIT, on_stdin=True)
+        return Script(text=script_text, submit=SUBMIT, on_stdin=True)
 
     def parse_job_id(self, output: str, name: str) -> str:
         """Return the id that ``sbatch --parsable`` prints: ``4711``, or ``4711;CLUSTER``."""
         return find_job_id(output, r"[0-9]+(;.+)?")
 
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
-        """Return the commands that ask the queue, the accounting and Slurm's controller.
+        """Return the commands that ask the queue, the accounting and Slurm's controller, in this order.
 
-        The controller still knows a job for some minutes after its end.
+        The first one must ask the queue. If it prints anything, `job_status` takes the job for waiting or
+        running. The controller still knows a job for some minutes after its end.
         """
         cluster = _cluster_options(record.cluster)
         # %S is the start of a running job, and the expected start of a waiting one. On a site with several
@@ -204,7 +205,7 @@ class Slurm(System):
         For an array, the output has one row for each task. The state of the array follows from the states of
         its tasks, and its exit code is the highest code of a task.
         """
-        # The pattern has one group for each command. In each match, all groups but one are empty, so joining
+        # Each pattern has one group for each command. In each match, all groups but one are empty, so joining
         # them gives the value.
         names = map("".join, _STATE.findall(output))
         codes = map("".join, _CODE.findall(output))
@@ -338,6 +339,7 @@ def _directive_options(job: Job, *, is_array: bool) -> Argv:
     """Return the options for the ``#SBATCH`` lines of the job's script."""
     directives = [
         f"--job-name={job.name}",
+        # `log_source` relies on these names. Each task of an array has its own file.
         *_output_options(job, "%A_%a" if is_array else "%j"),
         *_resource_options(job),
     ]
@@ -361,7 +363,7 @@ def _output_options(job: Job, id_pattern: str) -> Argv:
     id_pattern : the part of the file names that sbatch replaces by the job's id, for example ``%j``.
     """
     folder = str(job.directory)
-    if " " in folder:
+    if " " in folder:  # sbatch splits directives at blanks
         folder = f'"{folder}"'
     options = [f"--chdir={folder}", f"--output=%x-{id_pattern}.out"]
     if job.recipe.system.queue.output == "separate":
@@ -374,7 +376,7 @@ def _resource_options(job: Job) -> Argv:
     allocation = job.allocation
     options = [f"--nodes={allocation.nodes}"]
     if job.outlives_nodes:
-        options.append("--no-kill")
+        options.append("--no-kill")  # otherwise, Slurm ends the job when it loses a node
     options.append("--ntasks-per-node=1")
     if allocation.gpus:
         options.append(f"--gres={job.recipe.system.node.gres or 'gpu'}:{allocation.gpus}")
@@ -440,6 +442,7 @@ def _folder_check(job: Job) -> Argv:
     folders = mounted_folders(job)
     if not folders or runtime_of(job).node_check(job):
         return ()
+    # ls fails and names the folder. With -L, a link to a missing folder counts as missing.
     return (*_STEP_BEFORE, "ls", "-dL", *folders)
 
 
