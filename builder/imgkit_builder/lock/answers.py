@@ -65,6 +65,7 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
         match = _URI.match(line)
         if match is None:  # a warning that apt has printed between the packages
             continue
+        # None of the three parts can contain "_" itself.
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
         url = without_credentials(match["url"])
         sha256 = match["sha256"] or ""
@@ -101,22 +102,23 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     Unresolved : no index has a wheel of a package, and the base has not built a wheel of it, either.
     ValueError : `text` is not JSON of this form.
     """
-    items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
+    report_items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
     wheels = []
-    missing = []
-    for item in items:
+    missing_packages = []
+    for item in report_items:
         package = f"{item.name}=={item.version}"
         wheel = _find_wheel(item, step, digests)
         if wheel is None:
             # All missing packages are reported together.
-            missing.append(package)
+            missing_packages.append(package)
             continue
+        # If the file came out of the base, its content must have the digest that pip reports.
         if not _SHA256.fullmatch(wheel.sha256) or digests.get(wheel.file, wheel.sha256) != wheel.sha256:
             problem = f"{package} has no sha256, or another one than its file: {wheel.url}"
             raise Unresolved(step, problem, package)
         wheels.append(wheel)
-    if missing:
-        packages = ", ".join(missing)
+    if missing_packages:
+        packages = ", ".join(missing_packages)  # `explain_failure` splits this text again
         raise Unresolved(step, f"no index has a wheel of {packages} for this base", packages)
     return tuple(sorted(wheels, key=lambda wheel: canonical_name(wheel.name)))
 
@@ -124,8 +126,8 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
 def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> LockedWheel | None:
     """Return the wheel of a package in pip's report, or None if there is none.
 
-    The wheel is either in an index or among the files that came out of the base (`digests`; see
-    `read_wheels`).
+    The wheel is either in an index or among the files that came out of the base. `digests` has the SHA-256
+    digests of these files, by file name.
     """
     url = without_credentials(item.url)
     file = unquote(urlsplit(url).path.rpartition("/")[2])
@@ -146,6 +148,7 @@ def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> Loc
         file = _find_built_wheel(name, version, digests)
     if file not in digests:
         return None
+    # `kept` means that the wheel is stored beside the lock, because no index has it.
     return LockedWheel(step=step, name=name, version=version, file=file, sha256=digests[file], kept=True)
 
 
@@ -255,17 +258,18 @@ def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitE
 
     `log` is the path of the full log, which the hint mentions.
     """
+    # The command for a hint. It makes a lock that also stores wheels which no index has.
     keep_files = f"{lock_file.lock_command(recipe)} --keep-files"
-    if failure.problem:
+    if failure.problem:  # no program failed, but its answer cannot be locked
         where = find_recipe_line(recipe, failure.step, failure.packages.split(", "))
         hint = _KEEP_FILES_HINT.format(keep_files)
         if failure.step == APT:
             hint = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
         return UsageError(failure.problem, where=where, hint=hint)
-    cause, groups = _find_cause(failure.output)
+    cause, matched_texts = _find_cause(failure.output)
     # Candidates for the package at fault. The package that the cause names is the most probable one, and then
     # come the others in the output.
-    packages = [*groups, *_BLAMED_PACKAGE.findall(failure.output)]
+    packages = [*matched_texts, *_BLAMED_PACKAGE.findall(failure.output)]
     where = find_recipe_line(recipe, failure.step, packages)
     hints = []
     if cause.hint:
@@ -274,11 +278,14 @@ def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitE
     if lines:
         hints += ["its output:", *lines]
     hints.append(f"full log: {log}")
-    return cause.error(cause.text.format(*groups), where=where, hint="\n".join(hints))
+    return cause.error(cause.text.format(*matched_texts), where=where, hint="\n".join(hints))
 
 
 def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
-    """Return the cause of a failure, and the texts that the groups of its pattern matched."""
+    """Return the cause of a failure, and the texts that the groups of its pattern matched.
+
+    If no known cause fits, the result is `_UNKNOWN_CAUSE` without texts.
+    """
     for cause in _CAUSES:
         match = re.search(cause.pattern, output, re.IGNORECASE)
         if match is not None:
@@ -293,6 +300,7 @@ def last_output_lines(output: str) -> list[str]:
     output up to the line ``[end of output]``. The last lines of that quoted output explain more, so they are
     returned instead.
     """
+    # What follows the marker is only general advice of pip.
     setup_output, end_marker, _ = output.rpartition("[end of output]")
     if end_marker:
         return _without_noise(setup_output or output)[-_MOST_LINES:]
@@ -313,13 +321,15 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
 
     The `packages` are tried in order, and the first one that the step asks for decides. If the step asks for
     none of them, the result is the line of the step itself.
+
+    `step` is `APT`, `UV_STEP` or the number of a pip step.
     """
-    if step == UV_STEP:
+    if step == UV_STEP:  # its packages are in uv.lock and not in the recipe
         return recipe.where("image", "uv")
-    requirements = list(_list_requirements(recipe, step))
+    requirements_and_lines = list(_list_requirements(recipe, step))
     for package in packages:
-        name = requirement_name(package)
-        for requirement, where in requirements:
+        name = requirement_name(package)  # empty if this text from an output is not a package
+        for requirement, where in requirements_and_lines:
             if name and requirement_name(requirement) == name:
                 return where
     if step == APT:
@@ -330,11 +340,13 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
 def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, str]]:
     """Yield each package that the step `step` (apt or pip) asks for, with the line that asks for it.
 
-    The line is in the recipe, or in a requirements file: ``mn5.yaml:12 (requirements.txt:3)``.
+    The line is in the recipe, or in a requirements file: ``mn5.yaml:12 (requirements.txt:3)``. If the recipe
+    has no such step, nothing is yielded.
     """
     if step == APT:
         for number, package in enumerate(recipe.image.apt):
             yield package, recipe.where("image", APT, number)
+    # The number comes from a file out of the base image, so it may be too large.
     elif int(step) < len(recipe.image.pip):
         pip_step = recipe.image.pip[int(step)]
         for number, package in enumerate(pip_step.packages):
