@@ -221,13 +221,14 @@ def flush_in_background(path: Path) -> Iterator[None]:
             except FileNotFoundError:
                 continue  # the block has not created it yet
             except OSError as error:
-                errors.append(error)
+                errors.append(error)  # raised below, in the thread of the caller
 
     thread = threading.Thread(target=flush, daemon=True)
     thread.start()
     try:
         yield
     finally:
+        # After this, the thread no longer writes to `errors`.
         ended.set()
         thread.join()
     if errors:

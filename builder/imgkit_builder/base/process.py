@@ -162,13 +162,14 @@ def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
     lines: list[str] = []
     error_indices = []  # indices in `lines`
     for line in output.split("\n"):
-        _, _, text = line.rstrip().rpartition("\r")
-        is_error = _ERROR.search(text) is not None
+        _, _, visible_text = line.rstrip().rpartition("\r")
+        is_error = _ERROR.search(visible_text) is not None
         if is_error:
             error_indices.append(len(lines))
-        if is_error or (text and not _is_progress(text)):
-            lines.append(text)
+        if is_error or (visible_text and not _is_progress(visible_text)):
+            lines.append(visible_text)
     quoted_indices = set(error_indices[-(limit // 2) :])
+    # Fill up with lines from the end. A line that is quoted already does not count twice, as this is a set.
     for index in reversed(range(len(lines))):
         if len(quoted_indices) == limit:
             break
@@ -262,11 +263,13 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
         stderr = subprocess.STDOUT if stdout else subprocess.PIPE  # one pipe keeps the order of both
     with subprocess.Popen(list(argv), stdout=stdout, stderr=stderr) as program:
         if until is not None:
+            # This thread waits for `program` at the same time as the main thread, which copies its output.
             threading.Thread(target=_terminate_when, args=(program, until), daemon=True).start()
         try:
             pipe = program.stdout or program.stderr
             if pipe is not None:
                 copy_output = terminal.output_copier(to_err=stdout is None)
+                # os.read returns what has arrived. `pipe.read` would wait until the buffer is full.
                 for chunk in iter(lambda: os.read(pipe.fileno(), PIPE_BYTES), b""):
                     copy_output(chunk)
             code = program.wait()
@@ -274,7 +277,7 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
             # The terminal sends Ctrl-C to the program as well, so the program ends by itself.
             return INTERRUPTED
     if until is not None and code == -signal.SIGTERM:
-        return 0
+        return 0  # `_terminate_when` has sent this signal, so the end was expected
     return code
 
 
@@ -282,21 +285,22 @@ def _terminate_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool
     """Terminate `program` once `is_over` returns True. Do nothing if the program ends before that.
 
     `is_over` usually asks a scheduler whether a job has ended. It is called after 1, 2, 4, 7 and 12 seconds,
-    and then every 10 seconds, so that the scheduler is not asked too often.
+    and then every 10 seconds, so that the scheduler is not asked too often. `run_attached` calls this in a
+    thread of its own.
     """
     for pause_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
-        if _has_ended(program, pause_s):
+        if _ends_within(program, pause_s):
             return
         # If the scheduler does not answer now, it may answer the next time.
         with contextlib.suppress(ImgkitError):
             if is_over():
                 break
     # `program` may be tail, which looks for new lines once a second. It gets time to print the last ones.
-    if not _has_ended(program, 2.0):
+    if not _ends_within(program, 2.0):
         program.terminate()
 
 
-def _has_ended(program: subprocess.Popen[bytes], timeout_s: float) -> bool:
+def _ends_within(program: subprocess.Popen[bytes], timeout_s: float) -> bool:
     """Wait at most `timeout_s` seconds for `program` to end. Return whether it has ended."""
     try:
         program.wait(timeout_s)
@@ -454,6 +458,7 @@ def filter_through(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=cwd
     ) as program:
         try:
+            # The value of `pump_pipes` is the end of the program's standard error.
             errors = yield from pump_pipes(program, iter(chunks), hold=hold, name=argv[0])
         finally:
             # This also runs after an error and when the caller stops reading. It does nothing to a program
