@@ -139,10 +139,10 @@ def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
     """Find the runtime (Singularity or Apptainer), and return it with the result of its check.
 
     If there is no runtime, the first value is None. That is not a failure if `target`, the recipe, runs with
-    another kind of runtime.
+    another kind of runtime. `target` is None if no recipe is given.
     """
     name = "singularity"
-    module_hint = target.module_line if target else ""
+    module_hint = target.module_line if target else ""  # the error names it: "module load singularity"
     try:
         tool = runtime.find_runtime(module_hint=module_hint)
     except ToolMissing as error:
@@ -155,7 +155,7 @@ def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
     # An older runtime passes no options to mksquashfs. Then mksquashfs chooses the compression.
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
     text = f"{tool} at {tool.path}, {levels}"
-    if tool.below_floor:
+    if tool.below_floor:  # older than the version that can start a .sif of imgkit
         return tool, Check(name, "warn", text, f"a .sif of imgkit needs {runtime.FLOOR}")
     return tool, Check(name, "ok", text)
 
@@ -163,7 +163,8 @@ def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
 def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
     """Check what the runtime needs of the kernel to start a container for an ordinary user.
 
-    The checks are skipped for root and for a runtime that is installed setuid, because both need nothing.
+    Nothing is checked for root. For a runtime that is installed setuid, the only check says that it needs
+    nothing.
     """
     if machine.uid == 0:
         return
@@ -194,7 +195,11 @@ def _setuid_starter(tool: RuntimeTool) -> Path | None:
 
 
 def _check_namespaces(machine: Machine) -> Check:
-    """Check whether the kernel allows ordinary users to create a user namespace."""
+    """Check whether the kernel allows ordinary users to create a user namespace.
+
+    A runtime that is not setuid needs one to start a container. The first setting that forbids it is
+    reported.
+    """
     name = "user namespaces"
     for setting in (*rights.SETTINGS, _APPARMOR):
         if rights.forbids_namespaces(machine.root, setting):
@@ -222,11 +227,12 @@ def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
     """Check how ``imgkit sif`` would write a .sif: by itself, or with the runtime `tool`, which is slower.
 
     If `tool` is None, there is no runtime, and the verdict of `tool_check` decides whether that is a failure.
+    `tool_check` is the check of the runtime, which is skipped if the recipe needs none.
     """
     name = "imgkit sif"
     hint = squash.INSTALL
     try:
-        squasher = squash.choose()
+        squasher = squash.choose()  # the program with which imgkit itself would make the squashfs
     except ToolMissing as error:
         obstacle = error.what
         # If there is an mksquashfs that imgkit cannot use, its version explains why.
@@ -255,11 +261,15 @@ def _check_zstd() -> Check:
 
 
 def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
-    """Check the free space in the folder for temporary files and in the current folder."""
+    """Check the free space in the folder for temporary files and in the current folder.
+
+    `purpose` is ``build``, ``sif`` or ``any``. The folders must have space for what it writes.
+    """
     current = Path.cwd()
     # A build with an engine writes no .sif.
     sif_bytes = 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
+        # Only the folder of this path counts: it is where temporary files go by default.
         scratch = tmp_base(current / "image.sif", None)
     except UsageError as error:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
@@ -329,13 +339,13 @@ def _file_system(machine: Machine, folder: Path) -> str:
 def _check_emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
     """Check whether this machine can run programs of the architecture of `target`.
 
-    Nothing is checked if the recipe allows this machine's own architecture.
+    Nothing is checked if there is no recipe (`target` is None), or if it allows this machine's architecture.
     """
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return
     # The first platform of a recipe is its default.
     _, _, arch = target.platforms[0].partition("/")
-    problem = emulator_problem(arch, root=machine.root)
+    problem = emulator_problem(arch, root=machine.root)  # empty if qemu can run such programs
     if not problem:
         yield Check("emulation", "ok", f"qemu runs {arch} programs on this {machine.arch} machine")
         return
