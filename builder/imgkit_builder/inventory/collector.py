@@ -94,9 +94,11 @@ class InventoryCollector:
         if path.endswith(packages.PYTHON_ENDINGS):
             return True
         if path.startswith(_DPKG_LIST_FOLDER):
+            # Beside the entry of a package, there may be a list of its files.
             return not path.endswith(".md5sums")
         if path.startswith(_IMGKIT_PREFIX):
             is_in_subfolder = "/" in path.removeprefix(_IMGKIT_PREFIX)
+            # The image's own SPDX document is made from this inventory, so it cannot be part of it.
             return path != SPDX_PATH and not is_in_subfolder
         return path == _DPKG_LIST or path in _OS_RELEASE_FILES
 
@@ -118,8 +120,10 @@ class InventoryCollector:
         if path.endswith(packages.PYTHON_ENDINGS):
             self._store(self._python, path, packages.python_package(path, text))
         elif path in _OS_RELEASE_FILES:
+            # The files may come in any order, so `_os_release` chooses between them later.
             self._releases[path] = _parse_os_release(text)
         else:
+            # If the file is too large, its text is empty here, and no package is added.
             self._add_debian_packages(path, text)
 
     def add_hard_link(self, path: str, target: str) -> None:
@@ -139,18 +143,20 @@ class InventoryCollector:
             recipe = self._manifest.recipe
             base = self._manifest.base
         release = self._os_release()
-        # This is a set because two files may describe the same package.
-        listed = {self._with_locked_file(package) for package in self._packages}
-        listed.update(self._with_locked_file(package) for package in self._python_packages())
+        # The lock may have been added after the packages, so its digests are looked up only now. This is a
+        # set because two files may describe the same package.
+        listed_packages = {self._with_locked_file(package) for package in self._packages}
+        listed_packages.update(self._with_locked_file(package) for package in self._python_packages())
         return Inventory(
             recipe=recipe,
             base=base.name,
+            # ``repo@sha256:...`` -> ``sha256:...``, or the id of a base that was never in a registry
             base_digest=base.digest.partition("@")[2] or base.id,
             distribution=release.get("ID", ""),
             release=release.get("VERSION_ID", ""),
             arch=arch,
             created_s=created_s,
-            packages=tuple(sorted(listed)),
+            packages=tuple(sorted(listed_packages)),
             baked=tuple(sorted(self._baked)),
             left_out=tuple(sorted(self._left_out)),
         )
@@ -204,7 +210,8 @@ class InventoryCollector:
         """Return the installed Python packages.
 
         An image may store a file once and make its other copies hard links. So if a hard link points to a
-        collected file, the package is also installed in the folder of the link.
+        collected file, the package is also installed in the folder of the link. This is done last, because a
+        link may come before its target.
         """
         packages_by_path = dict(self._python)
         for path, target in self._hard_links.items():
@@ -253,13 +260,13 @@ def _parse_os_release(text: str) -> dict[str, str]:
 
     Values with unusual characters are left out, because the file may be of unknown origin.
     """
-    values = {}
+    release_values = {}
     for line in text.splitlines():
         name, _, quoted = line.partition("=")
         value = quoted.strip("\"'")
         if name in ("ID", "VERSION_ID") and _RELEASE_VALUE.fullmatch(value):
-            values[name] = value
-    return values
+            release_values[name] = value
+    return release_values
 
 
 def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
@@ -272,19 +279,20 @@ def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
 def _locked_files(text: str) -> dict[_LockKey, _LockedFile]:
     """Return what `text`, the content of a lock file, records about the file of each package.
 
-    The URL is empty if the lock has none, or one in a form that imgkit does not write.
+    The URL is empty if the lock has none, or one in a form that imgkit does not write. A package without a
+    valid digest is left out. The lock is not parsed as TOML, because not every supported Python can do that.
     """
-    files = {}
+    files_by_package = {}
     # The text before the first table has no packages.
     _, *tables = _TABLE_START.split(text)
     for table in tables:
         values = _parse_lock_table(table)
         if not _SHA256.fullmatch(values["sha256"]):
-            continue
+            continue  # the image may be of unknown origin, so nothing in its lock is trusted
         key = _lock_key(values["name"], values["version"], values["architecture"])
         url = values["url"] if _URL.fullmatch(values["url"]) else ""
-        files[key] = _LockedFile(sha256=values["sha256"], url=url)
-    return files
+        files_by_package[key] = _LockedFile(sha256=values["sha256"], url=url)
+    return files_by_package
 
 
 def _parse_lock_table(text: str) -> dict[str, str]:
@@ -292,12 +300,12 @@ def _parse_lock_table(text: str) -> dict[str, str]:
 
     A value that the table does not have is "". Lines in a form that imgkit does not write are skipped.
     """
-    values = dict.fromkeys(("name", "version", "architecture", "url", "sha256"), "")
-    table, _, _ = text.partition("\n[")
+    values_by_key = dict.fromkeys(("name", "version", "architecture", "url", "sha256"), "")
+    table, _, _ = text.partition("\n[")  # "[" at the start of a line begins the next table
     for line in table.splitlines():
         match = _TABLE_LINE.fullmatch(line)
         if match is not None:
             # A quoted string in TOML, as imgkit writes it, is also a valid string in JSON.
             with contextlib.suppress(ValueError):
-                values[match["key"]] = str(json_text.parse(match["quoted"]))
-    return values
+                values_by_key[match["key"]] = str(json_text.parse(match["quoted"]))
+    return values_by_key

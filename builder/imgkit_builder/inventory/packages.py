@@ -100,10 +100,11 @@ def debian_packages(text: str) -> Iterator[Package | str]:
         # entry without a status counts as installed.
         if status.endswith(("not-installed", "config-files")):
             continue
+        # The image may be of unknown origin, so only well-formed values are passed on.
         is_named = _DEB_NAME.fullmatch(name) and _DEB_VERSION.fullmatch(version)
         if is_named and _ARCHITECTURE.fullmatch(architecture):
             yield Package(kind="deb", name=name, version=version, architecture=architecture)
-        elif name or status:
+        elif name or status:  # a paragraph with neither is no entry of dpkg
             yield f"entry {entry_number} is not a package"
 
 
