@@ -74,7 +74,8 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
     """List all files in the folder `path`, and return its name, the number of files and their size.
 
     The name contains a digest of the list of files, with their sizes and times. So the name changes if a file
-    changes, although no file is read.
+    changes, although no file is read. It becomes the name of the folder on a remote, where data of the same
+    name is not sent again.
 
     Raises
     ------
@@ -91,6 +92,7 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
     try:
         for entry in _walk_entries(path.resolve(), ""):
             digest.update(entry.digest_line)
+            # Folders and links count for the digest, but not as files.
             if stat.S_ISREG(entry.status.st_mode):
                 file_count += 1
                 total_bytes += entry.status.st_size

@@ -120,7 +120,14 @@ def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
 
 
 def _parse_hub_item(text: str) -> DataSpec:
-    """Parse ``hf://NAME[@REVISION]`` or ``hf://datasets/NAME[@REVISION]``."""
+    """Parse ``hf://NAME[@REVISION]``, a model, or ``hf://datasets/NAME[@REVISION]``, a data set.
+
+    Without a revision (a branch, tag or commit), the revision is empty, which means the newest one.
+
+    Raises
+    ------
+    UsageError : the text has neither of these forms.
+    """
     match = _HUB_ITEM.fullmatch(text)
     # In the hub's cache, "--" separates the parts of a folder's name. So a name with "--" would be ambiguous.
     if match is None or ".." in text or "--" in match["name"]:
