@@ -142,6 +142,7 @@ def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None)
     Parameters
     ----------
     flags : the request before the values of imgkit.toml were added. Its values all come from flags.
+    project : the imgkit.toml, or None if the job uses no such file.
     """
     if project is None:
         project = ProjectFile(file=Path(), values=ProjectValues(), positions={})
@@ -157,20 +158,24 @@ def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None)
 
 
 def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
-    """Yield the values that a single flag or key sets as a whole, such as the time. Lists are left out."""
+    """Yield the values that a single flag or key sets as a whole, such as the time. Lists are left out.
+
+    `flags` has the values of flags only, without those of imgkit.toml (`project`).
+    """
     # A value has the name of its flag without the dashes. --no-code also sets the value "code".
     flag_of_value = {}
     for flag in flags_in(flags):
         flag_of_value[flag.lstrip("-").removeprefix("no-")] = flag
     if flags.launch.command:
-        flag_of_value["command"] = "--"
+        flag_of_value["command"] = "--"  # the command of a job follows "--"
     for name, value in _single_values(job).items():
         flag = flag_of_value.get(name, "")
+        # Most values are listed even if they are empty. A job often has no code or command of its own.
         if name in ("code", "command") and not value and not flag:
             continue
-        text = "" if value is None else str(value)
+        shown_value = "" if value is None else str(value)
         position = _recipe_position(job.recipe, name)
-        yield find_value_source(name, text, flag=flag, project=project, default=position)
+        yield find_value_source(name, shown_value, flag=flag, project=project, default=position)
 
 
 def _recipe_position(recipe: Target, name: str) -> Position | None:
@@ -183,7 +188,10 @@ def _recipe_position(recipe: Target, name: str) -> Position | None:
 
 
 def _single_values(job: Job) -> dict[str, Any]:
-    """Return each value of the job that a single flag or key sets, by its name."""
+    """Return each value of the job that a single flag or key sets, by its name.
+
+    The name is that of the flag without its dashes, and the order is that in which the values are shown.
+    """
     allocation = job.allocation
     values = {"nodes": allocation.size, "gpus": allocation.gpus, "cpus": allocation.cpus}
     memory = allocation.memory
@@ -210,7 +218,8 @@ def _single_values(job: Job) -> dict[str, Any]:
 def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
     """Yield the items of the job's lists, such as mounts and variables, each with its source.
 
-    The items of one list can come from the recipe, from imgkit.toml and from flags.
+    The items of one list can come from the recipe, from imgkit.toml and from flags. `flags` has the values of
+    flags only. A list in imgkit.toml has one line number, and a list in the recipe has one for each item.
     """
     values = project.values
     file_lines = project.positions
@@ -229,6 +238,7 @@ def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Ite
     yield from _variable_sources(job, flags, project)
     flag_options = flags.allocation.options
     options = _ListSources("option", flag_options, values.options, file_lines.get("options"))
+    # The recipe's options come first here, too.
     for index, option in enumerate((*job.recipe.system.queue.options, *values.options, *flag_options)):
         yield options.find(option, recipe_lines.get(("system", "queue", "options", index)))
 
