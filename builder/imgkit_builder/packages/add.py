@@ -209,6 +209,8 @@ def add(
 def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
     """Return the absolute path of the image to which packages are added, on the machine that has it.
 
+    `machine` is the remote that has the image, or None for this machine.
+
     Raises
     ------
     UsageError : the request names no image, or a path on a remote is not absolute.
@@ -248,6 +250,7 @@ def _check_requirements(request: AddRequest) -> None:
     for text in request.requirements:
         check_requirement(text)
     # The record at the end of the file contains the arguments, and others may read it.
+    # `kind` is what the secret seems to be, such as a token. It is empty if there is none.
     kind = secret_patterns.find_secret_argument(request.arguments)
     if kind:
         raise UsageError(
@@ -447,40 +450,45 @@ class _Steps:
 
         The tar has ``inside.py``, the project, and ``request.json``, which says what to install. Folders with
         wheels or requirements files are mounted if the image is on this machine. A remote does not have these
-        folders, so their files are added to the tar.
+        folders, so their files are added to the tar. pip finds all of this in the folder `INSIDE`.
         """
         request = self.request
-        requirements = [*request.requirements]  # as pip sees them in the container
+        pip_requirements = [*request.requirements]  # as pip sees them in the container
         pip_options: list[str] = []
-        folders: list[_SharedFolder] = []
-        tar = [members.memory_file("inside.py", _read_source("inside.py"))]
+        shared_folders: list[_SharedFolder] = []
+        tar_members = [members.memory_file("inside.py", _read_source("inside.py"))]
         if request.wheels is not None:
+            # Packages come only from this folder, and pip does not need a network.
             pip_options = ["--no-index", "--find-links", f"{INSIDE}/wheels"]
-            folders.append(_SharedFolder("wheels", request.wheels, ["*"]))
+            shared_folders.append(_SharedFolder("wheels", request.wheels, ["*"]))
         if request.requirements_file is not None:
+            # Files beside it are shared as well, because it may refer to them (-r, -c).
             file = request.requirements_file.absolute()
-            requirements += ["-r", f"{INSIDE}/requirements/{file.name}"]
-            folders.append(_SharedFolder("requirements", file.parent, [file.name, *_REQUIREMENTS_FILES]))
+            pip_requirements += ["-r", f"{INSIDE}/requirements/{file.name}"]
+            shared_folders.append(
+                _SharedFolder("requirements", file.parent, [file.name, *_REQUIREMENTS_FILES])
+            )
         if request.project is not None:
             # The project is copied and not mounted, because a build writes into the folder.
-            requirements.append(f"{INSIDE}/project")
+            pip_requirements.append(f"{INSIDE}/project")
             code = Code(source=request.project, context_folder="project", where="--project", ignore=_NOT_SENT)
-            tar += members.collect_code([code], ()).members[code]
+            tar_members += members.collect_code([code], ()).members[code]
         mount_options: list[str] = []
-        for folder in folders:
-            tar.append(members.empty_folder(folder.name))
+        for folder in shared_folders:
+            # The folder in the tar is also the place at which the runtime mounts.
+            tar_members.append(members.empty_folder(folder.name))
             if self.machine.remote:
-                tar += folder.list_members()
+                tar_members += folder.list_members()
             else:
                 mount_options += ["--bind", f"{folder.path.absolute()}:{INSIDE}/{folder.name}:ro"]
         pip_request = {
-            "requirements": requirements,
+            "requirements": pip_requirements,
             "options": pip_options,
             "replace": request.replace,
             "protected": PROTECTED,
         }
-        tar.append(members.memory_file("request.json", json.dumps(pip_request).encode()))
-        return tar, mount_options
+        tar_members.append(members.memory_file("request.json", json.dumps(pip_request).encode()))
+        return tar_members, mount_options
 
 
 def _read_source(name: str) -> bytes:

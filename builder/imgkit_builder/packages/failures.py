@@ -59,15 +59,16 @@ _PROBLEMS = {
 def refuse_problem(line: str, *, image: str, target: Path) -> None:
     """Raise an error if `line` is a problem that `machine.sh` reports, such as ``problem no-image``.
 
-    Any other line is ignored.
+    Any other line is ignored. `target` is the file that `imgkit add` writes.
     """
-    word, _, name = line.partition(" ")
-    if word != "problem" or name not in _PROBLEMS:
+    first_word, _, problem = line.partition(" ")
+    if first_word != "problem" or problem not in _PROBLEMS:
         return
-    error_class, message, hint = _PROBLEMS[name]
+    error_class, message, hint = _PROBLEMS[problem]
+    # Problems with this hint are about the image. All others are about the file to write.
     where = image if hint == _SIF_HINT else str(target)
-    values = {"folder": target.parent, "name": target.name}
-    raise error_class(message.format(**values), where=where, hint=hint.format(**values))
+    message_values = {"folder": target.parent, "name": target.name}
+    raise error_class(message.format(**message_values), where=where, hint=hint.format(**message_values))
 
 
 def explain_crash(
@@ -84,20 +85,20 @@ def explain_crash(
     command : the `imgkit add` command that makes the file, for a hint.
     log : the path of the file with all of the output.
     """
-    messages = f"{output}\n{error.what}\n{error.hint}"
+    all_messages = f"{output}\n{error.what}\n{error.hint}"
     # "the image's architecture (arm64) could not run on the host's (amd64)"
-    if "could not run on the host" in messages:
+    if "could not run on the host" in all_messages:
         return UsageError(
             "the image is for another processor, and pip cannot run in it on this machine",
             where=str(image),
             hint=f"on a node for the image: srun --nodes 1 --ntasks 1 {command}",
         )
-    if "executable file not found" in messages:
+    if "executable file not found" in all_messages:
         return UsageError("the image has no python3", where=str(image), hint="another image")
-    if NO_SPACE.search(messages):
+    if NO_SPACE.search(all_messages):
         return _full_disk_error(target)
     lines = process.last_lines(secret_patterns.mask_secrets(output), _MAX_LINES)
-    if not lines:
+    if not lines:  # the container has not printed anything that would explain more
         return error
     hint = "\n".join(["its last lines:", *lines, f"full log: {log}"])
     return ToolFailed(error.what, where=str(image), hint=hint)
@@ -226,10 +227,10 @@ def _last_lines(output: str) -> list[str]:
     These are the lines that begin with ``ERROR:``. If there are none, they are all lines except progress and
     notices.
     """
-    lines = []
+    relevant_lines = []
     for line in output.splitlines():
         if line.strip() and not _NOISE.match(line):
-            lines.append(line.rstrip())
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    shown_lines = errors or lines
+            relevant_lines.append(line.rstrip())
+    errors = [line for line in relevant_lines if line.startswith("ERROR:")]
+    shown_lines = errors or relevant_lines
     return shown_lines[-_MAX_LINES:]
