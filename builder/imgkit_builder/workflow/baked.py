@@ -96,10 +96,11 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
 
     Raises
     ------
-    CheckFailed, ToolMissing : as in `read_target`.
+    CheckFailed : the file is damaged.
+    ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
     UsageError : the manifest in the image cannot be parsed.
     """
-    baked_files = unsquash.baked_facts(path)
+    baked_files = unsquash.baked_facts(path)  # what imgkit recorded about files in the image
     projects: list[InstalledProject] = []
     if baked_files.manifest:
         projects += manifest.from_json(baked_files.manifest).projects
@@ -124,6 +125,7 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     patterns = [manifest.LOCK_TOML.lstrip("/")]
     for folder in library_folders(search_path):
         patterns.append(f"{folder}/python3*/*-packages/*.dist-info")
+    # It needs the names of all these files, and the content of the relevant ones.
     collector = BakedFactsCollector()
     # unsquashfs runs twice: the first run lists all names, and the second one reads the relevant files.
     names = []

@@ -187,13 +187,15 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
     CheckFailed : the image differs from the one in the recipe's lock.
     ToolFailed : the image cannot be pulled.
     """
+    # The base in the recipe's lock, or that of --base. None if there is neither.
     override = _base_name(recipe, request)
     name = override or recipe.image.base
     report.stage(f"base {name}")
     base = engines.resolve_base(
         engine, recipe, override=override, platform=request.platform, pull=request.pull, report=report
     )
-    _check_base(recipe, base)
+    _check_base(recipe, base)  # before any program runs in the base
+    # A sentence that says why the image seems to be for AMD GPUs. Empty if it does not.
     evidence = bases.amd_image_evidence(name, base.env)
     if evidence:
         report.note(f"warning: {bases.amd_warning(evidence)[0]}")
@@ -214,7 +216,8 @@ def plan(
     UsageError, LargeContext : as in `build`.
     """
     loaded_recipe = _load_recipe(recipe, request, report)
-    # The engine is not asked, so this machine's platform is the default.
+    # The engine is not asked, so this machine's platform is the default. The lock differs by platform, so the
+    # platform must be known first.
     target = engines.choose_platform(loaded_recipe, requested=request.platform, host=host_platform())
     loaded_recipe = _attach_lock(loaded_recipe, target, request, report)
     base = _base_name(loaded_recipe, request) or loaded_recipe.image.base
@@ -250,20 +253,21 @@ def _run_smoke_test(
         report.note("smoke test: skipped, this image has passed it before")
         return ()
     report.stage("smoke test")
-    results = smoke.check_image(
+    test_results = smoke.check_image(
         lambda argv: engines.run(engine, image.ref, argv, platform=image.platform),
         arch=image.platform.partition("/")[2],
         manifest=context.manifest,
     )
-    if not checks.passed(results):
-        failed_checks = "\n".join(checks.table(results))
+    if not checks.passed(test_results):
+        failed_checks = "\n".join(checks.table(test_results))
         raise CheckFailed(
             "the image was built, but its smoke test failed; an older image keeps the name",
             hint=f"{failed_checks}\nlook inside: docker run --rm -it {image.ref} bash; to name it anyway: "
             "--no-test",
         )
+    # Later builds that result in the same image then skip the test.
     smoke.record_pass(image.id)
-    return results
+    return test_results
 
 
 def build_sif(
@@ -320,7 +324,7 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     _refuse_for_sif(loaded_recipe, request)
     # A definition file is always built for this machine's platform.
     locked = _attach_lock(loaded_recipe, host_platform(), request, report)
-    _refuse_local_base(locked, request)
+    _refuse_local_base(locked, request)  # needs the lock
 
     def pack_context(base: BaseImage) -> BuildContext:
         _check_base(locked, base)
@@ -434,14 +438,16 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
     """
     if request.no_lock or recipe.lock:
         return recipe
-    base = bases.select_base(request.base, recipe)
-    locked_recipe = lock_file.attach_lock(recipe, platform=platform, base=base, required=request.locked)
+    chosen_base = bases.select_base(request.base, recipe)
+    locked_recipe = lock_file.attach_lock(
+        recipe, platform=platform, base=chosen_base, required=request.locked
+    )
     # There is no lock if the recipe has no lock file and the request does not demand one.
     lock = locked_recipe.lock
     if lock is not None:
         file = shorten_path(lock_file.lock_path(recipe))
         counts = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
-        if locked_recipe.kept:
+        if locked_recipe.kept:  # wheels that no index has, in a folder beside the lock
             counts += f", {len(locked_recipe.kept)} of them kept here"
         report.note(f"locked: {file}, {counts} (to ignore it: --no-lock)")
     return locked_recipe

@@ -84,8 +84,8 @@ def plan_conversion(
 def refuse_format(sif: str | Path | None, options: Options) -> None:
     """Raise UsageError if the format in `options` contradicts the name `sif` or another option.
 
-    An example is ``--format sqsh -o X.sif``. The option ``--runtime-command`` is refused for a .sqsh as well,
-    because imgkit does not start a .sqsh.
+    An example is ``--format sqsh -o X.sif``, which would write a .sqsh under the name of a .sif. The option
+    ``--runtime-command`` is refused for a .sqsh as well, because imgkit does not start a .sqsh.
 
     Parameters
     ----------
@@ -117,12 +117,13 @@ def _prepare_source(
     engine (Docker or Podman), the connection to the engine is closed at the end of the block.
     """
     refuse_format(sif, options)
+    # `system` is the cluster that the image is for, or None if it is unknown.
     with source_of(image) as (source, system):
         if image == "-" and sif is None:
             raise UsageError(
                 "an image from standard input has no name yet", where="-", hint=f"-o FILE.{options.format}"
             )
-        target = Path(sif or f"{name_stem(image)}.{options.format}")
+        target = Path(sif or f"{name_stem(image)}.{options.format}")  # in the current folder by default
         compression = compression_for(system, options.compression)
         yield (
             source,
@@ -159,7 +160,7 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
         yield Archive(path=path), _system_of_archive(path)
     elif (path / "oci-layout").is_file():
         yield OciFolder(path=path), None
-    elif image.endswith(ARCHIVE_SUFFIXES):
+    elif image.endswith(ARCHIVE_SUFFIXES):  # it looks like an archive, but there is no such file
         raise UsageError(
             "there is no such archive",
             where=image,

@@ -63,11 +63,22 @@ def smoke_test(
 
 
 def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check, ...]:
-    """Run the smoke test in the .sif `path`. `runtime` is as in `smoke_test`."""
+    """Run the smoke test in the .sif `path`: short programs that check its Python, torch and files.
+
+    `runtime` is ``singularity`` or ``apptainer``. None means the first of them on PATH.
+
+    Raises
+    ------
+    UsageError : the file is not a .sif.
+    ToolMissing : there is no runtime.
+    """
     if not sif_image.is_sif(path):
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
+    # If there is no runtime, the error has the ``module load`` line of the image's cluster.
     tool = find_runtime(runtime, module_hint=_module_hint(_target_of(path)))
+    # Programs in the image must not see this machine's folders. They get no network if the runtime can
+    # disable it.
     isolated = isolation(tool)
     report.note(isolated.description("python3"))
     return smoke.check_image(
@@ -105,7 +116,8 @@ def shell_command(
 
     Raises
     ------
-    UsageError, ToolMissing : as in `smoke_test`.
+    UsageError : there is no such image, the file is not a .sif, or `workdir` or `packages` cannot be used.
+    ToolMissing : there is no engine or no runtime.
     """
     if workdir:
         for message, hint in rules.image_path(workdir):  # only yields something if the path is wrong
@@ -195,6 +207,7 @@ def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
     """
     command = []
     if package_files:
+        # The last "sh" is the name of the script. The script ends with `exec "$@"`, so it runs what follows.
         command += ["sh", "-c", record.search_path_script(package_files), "sh"]
     # env sets the variables inside the container, as in a job (ADR 5). If they were set outside, the image's
     # variables of the same name would override them.

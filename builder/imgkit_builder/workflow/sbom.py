@@ -50,6 +50,7 @@ def _document_of_file(path: Path) -> str:
     If there is none, or it is not valid JSON, make a document from the files of the image.
     """
     stored_document = unsquash.read(path, [SPDX_PATH]).get(SPDX_PATH, b"")
+    # A missing document is empty, which is not valid JSON either.
     with contextlib.suppress(ValueError):
         json_text.parse(stored_document, most_bytes=unsquash.MOST_BYTES)
         return stored_document.decode()
@@ -92,8 +93,9 @@ def _document_of_source(source: Source, path: Path, report: Reporter, unpack_lim
     ----------
     path : the path of `source`. Temporary files are made beside it, unless a variable such as ``TMPDIR``
         names another folder. If there is no such path, the current folder is used.
-    unpack_limit_bytes : as in `sbom_document`.
+    unpack_limit_bytes : the largest size of an archive once it is unpacked, or None for the default limit.
     """
+    # An image in an engine is not saved first. Its files are read while the engine exports them.
     is_exported = isinstance(source, entries.EngineImage)
     collector = InventoryCollector()
     # `scratch` only uses the parent folder of this path.
