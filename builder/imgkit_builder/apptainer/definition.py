@@ -92,6 +92,8 @@ def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str,
     look = ContextFile(context_path=LOOK, path=f"{INSIDE}/look.py")
     links = ContextFile(context_path=LINKS, path=f"{INSIDE}/links.sh")
     # Both steps run before the steps of the recipe. The second step also removes both files from the image.
+    # The first step adds facts about the base to the manifest. The image also works without them, so a
+    # failure must not end the build ("|| :").
     inspect = f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi"
     steps = (
         Step(origin="imgkit: inspect the base", command=inspect),

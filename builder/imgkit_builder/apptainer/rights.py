@@ -69,6 +69,7 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     """
     uid = os.getuid() if uid is None else uid
     if uid == 0:
+        # In a container, root may lack capabilities that a build needs.
         if _has_all_capabilities(root):
             return Rights(way="as root")
         return Rights(
@@ -87,6 +88,7 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     if has_ranges and shutil.which("newuidmap"):
         return Rights(way="as root of a user namespace, with the users of /etc/subuid")
     way = "as root of a user namespace with one user"
+    # fakeroot only pretends to change owners, but then programs such as apt do not fail.
     if shutil.which("fakeroot"):
         way = "as root of a user namespace, with the program fakeroot"
     return Rights(
