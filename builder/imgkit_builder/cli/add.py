@@ -78,7 +78,7 @@ def _remote_machine(name: str) -> ImageMachine | None:
     remote = config.get_remote(name)
     runtime = targets.load_target(remote.recipe).system.runtime if remote.recipe else None
     remote_connection = connection.connect(remote, ask=may_ask())
-    remote_connection.login()
+    remote_connection.login()  # ssh asks for a password now, and not in the middle of a progress bar
     # If the recipe uses another kind of runtime, the default command of singularity is used, without modules.
     default = runtimes.get_runtime("singularity").kind
     if runtime is None or runtime.kind != default:

@@ -134,6 +134,7 @@ def verb_command(name: str, *, quiet: bool = False) -> Any:
     quiet : do not report plug-ins that cannot be used.
     """
     module = importlib.import_module(f"imgkit_builder.cli.{VERBS[name].module}")
+    # This app has a single verb. It is made only to let typer build the command of the verb.
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback()(_root)  # with a callback, typer returns a group even for a single verb
     # The verb is either a group of verbs, such as `remote`, or a function verb_NAME.

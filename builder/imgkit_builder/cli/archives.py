@@ -183,7 +183,8 @@ def _copy_destination(system: SystemFacts | None) -> str:
 def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
     """Return the command that makes the image in `archive` ready to run, such as ``imgkit sif mn5.tar``.
 
-    The image's system decides about the format, and whether a job must do the conversion.
+    The image's system (the cluster that it is for) decides about the format, and whether a job must do the
+    conversion. A runtime that starts neither a .sif nor a .sqsh gets ``docker load``.
     """
     argv = ["imgkit", "sif", archive]
     if system is None:

@@ -177,8 +177,8 @@ def _show_changes(
     old : the packages that the lock had for this platform before, or None if it had none.
     new : the packages that it has now, or would have without ``--dry-run``.
     """
-    is_same = changes.is_same(old, new)
-    difference = changes.list_changes(old, new)
+    is_same = changes.is_same(old, new)  # the time at which they were made may differ
+    listed_changes = changes.list_changes(old, new)
     data = {
         "file": file,
         "platform": new.platform,
@@ -186,15 +186,16 @@ def _show_changes(
         "apt": len(new.apt),
         "pip": len(new.pip),
         "kept": [package.file for package in new.pip if package.kept],
-        "changes": [dataclasses.asdict(change) for change in difference],
+        "changes": [dataclasses.asdict(change) for change in listed_changes],
     }
     counts = f"{len(new.apt)} apt and {len(new.pip)} pip packages for {new.platform}"
     if is_same:
         print_result(data, f"{file} is up to date: {counts}", as_json=as_json)
         return
-    lines = [str(change) for change in difference if change.kind != "file"]
+    # Files that are stored beside the lock (kind "file") are only listed in the JSON.
+    change_lines = [str(change) for change in listed_changes if change.kind != "file"]
     outcome = "not written (--dry-run)" if dry_run else "written"
-    print_result(data, *lines, f"{file} {outcome}: {counts}", as_json=as_json)
+    print_result(data, *change_lines, f"{file} {outcome}: {counts}", as_json=as_json)
 
 
 def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:

@@ -100,20 +100,20 @@ def _list_recipes(*, as_json: bool) -> None:
 
 def _list_bases(*, as_json: bool) -> None:
     """Print the base images that imgkit knows, with the versions of the software in them."""
-    rows = []
+    json_rows = []
     table: list[Sequence[str]] = []
     titles = ["TAG"]
     for base in bases.load_table():
-        row: dict[str, Any] = {"reference": base.reference, "tag": base.tag}
+        json_row: dict[str, Any] = {"reference": base.reference, "tag": base.tag}
         titles = ["TAG"]  # the same for each base
-        cells = [base.tag]
+        table_cells = [base.tag]
         for name, version in base.cells():
-            row[name] = dataclasses.asdict(version) if version else None
+            json_row[name] = dataclasses.asdict(version) if version else None
             titles.append(name.replace("_", "-").upper())
-            cells.append(version.value if version else "unknown")
-        rows.append(row)
-        table.append(cells)
-    print_result({"bases": rows}, *format_columns([titles, *table]), as_json=as_json)
+            table_cells.append(version.value if version else "unknown")
+        json_rows.append(json_row)
+        table.append(table_cells)
+    print_result({"bases": json_rows}, *format_columns([titles, *table]), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:

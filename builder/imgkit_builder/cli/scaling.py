@@ -127,17 +127,20 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
 
     ``--continue`` only waits for jobs that were already submitted, so other values would have no effect.
     """
-    refused = [*flags_in(flags), *flags_in(dataclasses.replace(options, as_json=False))]
+    # --json is allowed, because it only changes what is printed.
+    conflicting_options = [*flags_in(flags), *flags_in(dataclasses.replace(options, as_json=False))]
     if nodes:
-        refused.append("--nodes")
+        conflicting_options.append("--nodes")
     if options.recipe:
-        refused.append("RECIPE")
+        conflicting_options.append("RECIPE")
     if flags.launch.command:
-        refused.append("COMMAND")
-    if refused:
+        conflicting_options.append("COMMAND")
+    if conflicting_options:
         # The first option is enough for the error.
-        name = refused[0]
-        raise UsageError(f"{name} cannot be combined with --continue", where=name, hint="leave it out")
+        first_option = conflicting_options[0]
+        raise UsageError(
+            f"{first_option} cannot be combined with --continue", where=first_option, hint="leave it out"
+        )
 
 
 def _plan_sizes(
@@ -157,12 +160,12 @@ def _plan_sizes(
 
     if not flags.launch.command:
         refuse_command_as_recipe(options.recipe, "scaling")
-    sizes = scaling.parse_sizes(nodes)
+    node_counts = scaling.parse_sizes(nodes)
     inputs = read_inputs(options, flags)
     planned = scaling.plan_scaling(
         inputs.recipe,
         inputs.request,
-        sizes,
+        node_counts,
         code=inputs.code,
         remote=inputs.remote,
         base=options.base or "",

@@ -146,6 +146,8 @@ def sif_command(sif: Path) -> str:
 def show_stages(result: dict[str, Any], *lines: str, as_json: bool) -> None:
     """Print the result of a conversion or build as JSON, or as lines with the seconds of each stage.
 
+    The JSON has the key ``seconds`` with the seconds of each stage, in place of ``stages``.
+
     Parameters
     ----------
     result : the JSON form of `Converted` or `BuiltSif`. It is changed.
