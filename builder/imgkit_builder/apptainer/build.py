@@ -324,7 +324,7 @@ def _run_smoke_test(new_sif: Path, arch: str, job: ConversionJob, tool: RuntimeT
     results = smoke.check_image(
         lambda argv: runtime.attempt(tool, runtime.exec_arguments(new_sif, argv, isolation)),
         arch=arch,
-        manifest=None,
+        manifest=None,  # the versions are compared with the manifest in the image itself
     )
     if not checks.passed(results):
         raise CheckFailed(

@@ -246,13 +246,17 @@ def _describe_base(config: ImageConfig, names: tuple[str, ...], path: Path) -> B
         name=names[0] if names else path.name,
         id=config.image_id,
         platform=f"{config.os or 'linux'}/{config.arch}",
+        # A stand-in is a small base without NVIDIA's software, for tests.
         standin=STANDIN_LABEL in config.labels,
         env={name: value or "" for name, value in config.env},
     )
 
 
 def _read_sif(path: Path) -> DefinitionBase:
-    """Return the base in the .sif `path`."""
+    """Return the base in the .sif `path`.
+
+    If imgkit made the file, the base gets the name that is in its record, otherwise the name of the file.
+    """
     sif = sif_image.read(path)
     name = sif.record.source if sif.record else ""
     image_id, _ = sif_image.identify(path, sif)
