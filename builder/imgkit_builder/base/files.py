@@ -80,6 +80,7 @@ def read_trailer(stream: BinaryIO, start: int, size_bytes: int, magic: bytes) ->
     begin at byte `start`. The result is None if this part does not end with `magic`, or if the recorded
     length cannot be right because it is 0, over 1 MB or larger than the part.
     """
+    # `_END` is the format of the last bytes: the length of the text, and the magic.
     stream.seek(max(start + size_bytes - _END.size, 0))
     end = stream.read(_END.size)
     if len(end) < _END.size:
@@ -109,15 +110,15 @@ def start_sha256(
 ) -> hashlib._Hash:
     """Hash `size_bytes` bytes of `stream` from byte `start` on, and return the hashlib object.
 
-    Unlike the text that `sha256` returns, this object can be updated with further bytes. `advance` is called
-    as in `sha256`.
+    Unlike the text that `sha256` returns, this object can be updated with further bytes. After each chunk,
+    `advance` is called with the number of bytes done so far and `size_bytes`.
     """
     digest = hashlib.sha256()
     position = 0
     stream.seek(start)
     while position < size_bytes:
         chunk = stream.read(min(CHUNK_BYTES, size_bytes - position))
-        if not chunk:
+        if not chunk:  # the stream is shorter than `size_bytes`
             break
         digest.update(chunk)
         position += len(chunk)

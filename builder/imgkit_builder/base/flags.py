@@ -151,7 +151,7 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
         if isinstance(value, bool):
             # A flag without a value. Its value differs from the default, so the flag was given.
             argv.append(name)
-        elif isinstance(value, tuple):
+        elif isinstance(value, tuple):  # the flag can be given several times
             for item in value:
                 argv += (name, item)
         else:
