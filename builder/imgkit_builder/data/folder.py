@@ -79,7 +79,7 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
 
     Raises
     ------
-    UsageError : as in `find_folder`.
+    UsageError : the folder is missing, empty or unreadable, or contains something that cannot be sent.
     """
     if not path.is_dir():
         problem = "not a directory" if os.path.lexists(path) else "no such directory"
@@ -143,7 +143,7 @@ class _Entry(NamedTuple):
 
 
 def _walk_entries(folder: Path, prefix: str) -> Iterator[_Entry]:
-    """Yield every file, folder and link in `folder` and below it.
+    """Yield every file, folder and link in `folder` and below it. Links are not followed.
 
     Parameters
     ----------
