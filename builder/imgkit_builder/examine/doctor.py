@@ -102,28 +102,31 @@ def _as_warning(check: Check) -> Check:
 
 
 def _check_engine() -> Check:
-    """Check the container engine that imgkit would use, its builders, and its disk space for images."""
+    """Check the container engine that imgkit would use, its builders, and its disk space for images.
+
+    An engine that does not answer fails the check. With little disk space, the check warns.
+    """
     try:
         facts = connection.query_facts(address.find_endpoint())
     except ImgkitError as error:
-        text = f"{error.where}: {error.what}" if error.where else error.what
-        return Check("docker", "fail", text, error.hint or "")
+        description = f"{error.where}: {error.what}" if error.where else error.what
+        return Check("docker", "fail", description, error.hint or "")
     builder = builders.choose(facts)
-    choices: str = builder.name
+    builder_names: str = builder.name
     buildx = builders.buildx_version()
     # buildx is a plug-in of Docker, and imgkit does not use it with Podman.
     if buildx and not facts.is_podman:
-        choices += f" or buildx {buildx}"
-    text = (
+        builder_names += f" or buildx {buildx}"
+    description = (
         f"{facts.product} {facts.version}, API {facts.api}, {facts.arch}, store {facts.store}, "
-        f"builder {choices}, {_describe_location(facts.endpoint)}"
+        f"builder {builder_names}, {_describe_location(facts.endpoint)}"
     )
     if facts.free_bytes is not None:
-        text += f", {size_text(facts.free_bytes)} free for images"
+        description += f", {size_text(facts.free_bytes)} free for images"
         if facts.free_bytes < _BUILD_SPACE_BYTES:
             hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
-            return Check("docker", "warn", text, hint)
-    return Check("docker", "ok", text, builder.note)
+            return Check("docker", "warn", description, hint)
+    return Check("docker", "ok", description, builder.note)
 
 
 def _describe_location(endpoint: address.Endpoint) -> str:

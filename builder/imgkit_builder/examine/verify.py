@@ -81,6 +81,7 @@ def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
         yield Check("archive", "fail", contents.problem, _COPY_AGAIN)
         return
     tags = ", ".join(image.names) or "no tag"
+    # Blobs are the files of the archive. Their names are digests, with which their contents were compared.
     damage = f"damaged: {contents.wrong_blobs[0]}" if contents.wrong_blobs else ""
     yield _make_check("archive", damage, f"one image, {_platform_text(image)}, {tags}")
     yield _make_check("image id", image.id_problem, image.config.image_id)
@@ -160,7 +161,10 @@ def _check_layers(image: SelectedImage[HashedFile]) -> Check:
 
 
 def _check_description(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
-    """Compare the image in the archive with its description in ``X.manifest.json``, if that file exists."""
+    """Compare the image in the archive with its description in ``X.manifest.json``, if that file exists.
+
+    This file beside the archive ``X`` is its sidecar. If it is missing, the check is skipped.
+    """
     try:
         description = sidecar.read_sidecar(path)
     except UsageError as error:
