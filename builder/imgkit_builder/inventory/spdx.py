@@ -95,6 +95,7 @@ def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
         "referenceType": "purl",
         "referenceLocator": package_url(package, inventory),
     }
+    # The folder is part of the id, because a Python package may be installed in several folders.
     spdx_id = _spdx_id(package.kind, package.name, package.version, package.architecture, package.folder)
     element: dict[str, Any] = {
         "name": package.name,
@@ -137,7 +138,7 @@ def _relationship(element_id: str, kind: str, related_id: str) -> dict[str, str]
 
 
 def package_url(package: Package, inventory: Inventory) -> str:
-    """Return the package URL of `package`.
+    """Return the package URL of `package`, by which scanners look up its vulnerabilities.
 
     For example, ``pkg:pypi/torch@2.3.0`` or
     ``pkg:deb/ubuntu/zlib1g@1:1.2.11?arch=amd64&distro=ubuntu-22.04``.
