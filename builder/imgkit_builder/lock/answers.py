@@ -155,7 +155,8 @@ def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> Loc
 def _find_built_wheel(name: str, version: str, files: Iterable[str]) -> str:
     """Return the file name of the wheel of a package, such as ``flash_attn-2.5-py3-none-any.whl``.
 
-    If several of `files` match, the last one is returned. If none matches, the result is empty.
+    `files` are the names of the files that came out of the base. If several match, the last one is returned.
+    If none matches, the result is empty.
     """
     wheel = ""
     for file in files:
