@@ -356,6 +356,7 @@ class _Steps:
         # The output is "DIGEST  -". If the file to write exists, a line with its size and its last bytes
         # follow.
         digest_line, _, file_output = output.partition(b"\n")
+        # If the image or folder cannot be used, the first line says so instead: "problem NAME".
         self._refuse_problem(digest_line.decode())
         image_digest = digest_line.decode().split()[0]
         if not file_output:
@@ -424,6 +425,7 @@ class _Steps:
         ----------
         step : the step ``look``, ``install`` or ``publish``.
         """
+        # `machine.sh` uses these two variables and this function.
         settings = (
             f"inside={INSIDE} end_bytes={record.END_BYTES}",
             f"digest_of_image() {{ {record.digest_command('$image')}; }}",

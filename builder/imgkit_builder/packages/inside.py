@@ -170,20 +170,20 @@ def protected_names(pattern: str) -> set[str]:
     """Return the names of the installed packages that must not be replaced, because torch would break.
 
     These are the packages whose name matches `pattern`, and all packages that the image's torch requires in
-    one exact version.
+    one exact version. If the image has no torch, only `pattern` counts.
     """
-    names = {name for name in installed_versions() if re.fullmatch(pattern, name)}
+    protected = {name for name in installed_versions() if re.fullmatch(pattern, name)}
     try:
         requirements = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
-        return names
+        return protected
     # A requirement in one exact version: "nvidia-cudnn-cu12==9.1.0.70; platform_system == 'Linux'", or
     # "triton (==3.1.0)" in older metadata
     for requirement in requirements:
-        match = re.match(r"([A-Za-z0-9._-]+)\s*\(?==", requirement)
-        if match:
-            names.add(canonical(match[1]))
-    return names
+        exact_match = re.match(r"([A-Za-z0-9._-]+)\s*\(?==", requirement)
+        if exact_match:
+            protected.add(canonical(exact_match[1]))
+    return protected
 
 
 def released(versions: Mapping[str, str]) -> dict[str, str]:

@@ -92,7 +92,7 @@ def image_digest(path: Path) -> str:
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         start = stream.read(EDGE_BYTES)
-        stream.seek(max(0, size_bytes - EDGE_BYTES))
+        stream.seek(max(0, size_bytes - EDGE_BYTES))  # in a small file, both parts overlap
         end = stream.read(EDGE_BYTES)
     return hashlib.sha256(start + end + f"{size_bytes}\n".encode()).hexdigest()
 
@@ -157,13 +157,15 @@ def squashfs_sha256(path: Path) -> str:
 
     Raises
     ------
-    UsageError, CheckFailed : as in `read`.
+    UsageError : there is no such file, or `imgkit add` did not write it.
+    CheckFailed : the record is damaged.
     """
     read(path)  # raises an error if the record is missing or damaged
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
-        text = files.read_trailer(stream, 0, size_bytes, _MAGIC) or b""
-        return files.sha256(stream, 0, size_bytes - len(files.make_trailer(text, _MAGIC)))
+        record_json = files.read_trailer(stream, 0, size_bytes, _MAGIC) or b""
+        # The trailer is made again only to know its length.
+        return files.sha256(stream, 0, size_bytes - len(files.make_trailer(record_json, _MAGIC)))
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
