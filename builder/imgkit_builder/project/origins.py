@@ -251,12 +251,13 @@ def _variable_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iter
     """
     flag_names = _variable_names(flags.container.env)
     file_names = _variable_names(project.values.env)
+    # Finds the flag or the line of imgkit.toml that names a variable.
     variables = _ListSources("env", flag_names, file_names, project.positions.get("env"))
-    texts = {name: f"{name}={value}" for name, value in job.container.env.items()}
+    shown_texts = {name: f"{name}={value}" for name, value in job.container.env.items()}
     for name in job.container.names:
         # A variable that also has an explicit value is listed only with that value.
-        texts.setdefault(name, f"{name} (with its value from here)")
-    for name, text in texts.items():
+        shown_texts.setdefault(name, f"{name} (with its value from here)")
+    for name, text in shown_texts.items():
         yield dataclasses.replace(variables.find(name), value=text)
 
 

@@ -129,7 +129,10 @@ def is_project(folder: Path) -> bool:
 
 
 def _package_steps(folder: Path) -> PipProposal | None:
-    """Return the step for the packages that a file in `folder` lists, or None if no file lists any."""
+    """Return the step for the packages that a file in `folder` lists, or None if no file lists any.
+
+    The first file that lists packages is used, in the order below. The other files are ignored.
+    """
     files_and_lines = (
         (requirements.PYPROJECT, _requirement_lines(requirements.read_dependencies, folder)),
         (REQUIREMENTS, _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)),
@@ -204,13 +207,13 @@ def _conda_lines(file: Path) -> Iterator[str]:
     if tree is None:
         return
     # The file is the user's and may have any form, so each level is checked.
-    for item in _as_list(yaml_tree.to_data(tree).get("dependencies")):
-        if isinstance(item, str):
-            yield _convert_conda_spec(item)
-        elif isinstance(item, dict):
-            for line in _as_list(item.get("pip")):
-                if isinstance(line, str):
-                    yield line
+    for dependency in _as_list(yaml_tree.to_data(tree).get("dependencies")):
+        if isinstance(dependency, str):
+            yield _convert_conda_spec(dependency)
+        elif isinstance(dependency, dict):
+            for requirement in _as_list(dependency.get("pip")):
+                if isinstance(requirement, str):
+                    yield requirement
 
 
 def _as_list(value: Any) -> list[Any]:
