@@ -76,7 +76,8 @@ def system_facts(path: Path) -> SystemFacts | None:
 
     Raises
     ------
-    CheckFailed, ToolMissing : as in `read_target`, or the system cannot be parsed.
+    CheckFailed : the file is damaged, or the system cannot be parsed.
+    ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
     """
     text = unsquash.baked_facts(path).system
     if not text:
@@ -167,17 +168,18 @@ def read_arch(path: Path) -> str:
     """Return the architecture of a .sif or .sqsh, such as ``arm64``, or "" if it is unknown.
 
     If the file does not record its architecture, the result is taken from the header of a shell in the image.
+    A file that cannot be read here has an unknown architecture, and no error is raised.
     """
     try:
-        recorded = recorded_arch(path)
-        if recorded != "unknown":
-            return recorded
-        programs = unsquash.read(path, _PROGRAMS)
+        arch_in_record = recorded_arch(path)
+        if arch_in_record != "unknown":
+            return arch_in_record
+        shell_programs = unsquash.read(path, _PROGRAMS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
     # Some of these programs may be links or scripts, which have no such header.
-    for program in programs.values():
-        arch = _elf_arch(program)
+    for shell_program in shell_programs.values():
+        arch = _elf_arch(shell_program)
         if arch:
             return arch
     return ""

@@ -213,7 +213,8 @@ def plan(
 
     Raises
     ------
-    UsageError, LargeContext : as in `build`.
+    UsageError : the recipe or the request is wrong.
+    LargeContext : the code has more than 1 GB, and the request does not allow that.
     """
     loaded_recipe = _load_recipe(recipe, request, report)
     # The engine is not asked, so this machine's platform is the default. The lock differs by platform, so the
@@ -296,7 +297,9 @@ def plan_sif(
 
     Raises
     ------
-    UsageError, LargeContext, ToolMissing : as in `build_sif`.
+    UsageError : the recipe or the request is wrong, or a definition file cannot do what the recipe asks for.
+    LargeContext : the code has more than 1 GB, and the request does not allow that.
+    ToolMissing : there is no runtime.
     """
     sif_request, pack_context = _prepare_sif(recipe, request, report)
     build_plan, command = builds.plan_build(sif_request, pack_context, report)
@@ -434,7 +437,8 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
 
     Raises
     ------
-    UsageError : as in `lock_file.attach_lock`, for example because the lock is stale.
+    UsageError : the lock cannot be read, or is stale because the recipe has changed since, or ``--locked`` is
+        given and there is no lock.
     """
     if request.no_lock or recipe.lock:
         return recipe

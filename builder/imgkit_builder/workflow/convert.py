@@ -74,7 +74,9 @@ def plan_conversion(
 
     Raises
     ------
-    UsageError, CheckFailed, ToolMissing : as in `convert`.
+    UsageError : there is no such image, or the target exists and is a file of another format.
+    CheckFailed : the archive is damaged.
+    ToolMissing : the runtime, mksquashfs or the engine is missing.
     """
     with _prepare_source(str(image), sif, options) as (source, target, system_options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)

@@ -58,7 +58,7 @@ def smoke_test(
         return smoke.check_image(
             lambda argv: engines.run(engine, info.ref, argv, platform=info.platform),
             arch=info.platform.partition("/")[2],
-            manifest=None,
+            manifest=None,  # the versions are compared with the manifest in the image itself
         )
 
 
@@ -143,7 +143,8 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     """Return the command of a shell in `target`, an existing image of Docker or Podman."""
     name = image_name(target)
     with engines.connect() as engine:
-        engines.inspect(engine, name)
+        engines.inspect(engine, name)  # raises an error if there is no such image
+    # The facts about the engine stay known after its connection is closed.
     argv = engines.shell_argv(
         name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
     )

@@ -69,7 +69,7 @@ def _collect_files(path: Path) -> InventoryCollector:
     relevant files, for example the metadata of Python packages.
     """
     collector = InventoryCollector()
-    names = []
+    relevant_names = []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files():
             is_regular = file.mode.startswith("-")  # "-rw-r--r--"
@@ -78,8 +78,8 @@ def _collect_files(path: Path) -> InventoryCollector:
             if int(file.size) > MAX_FILE_BYTES:
                 collector.add(file.path, None)  # the inventory lists the file as left out
             else:
-                names.append(file.path)
-    for name, data in unsquash.read(path, names).items():
+                relevant_names.append(file.path)
+    for name, data in unsquash.read(path, relevant_names).items():
         collector.add(name, data)
     return collector
 
