@@ -182,7 +182,7 @@ def main() -> None:
     separator = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     as_json = "--json" in sys.argv[:separator]
     # standalone_mode=False makes typer raise errors instead of printing them, so that all errors look the
-    # same.
+    # same. `_print_error` and `_print_usage_error` exit, so `code` is always set afterwards.
     try:
         code = build_app()(standalone_mode=False)
     except ImgkitError as error:

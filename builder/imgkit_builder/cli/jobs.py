@@ -205,6 +205,7 @@ def can_follow(record: SubmittedJob) -> bool:
     system = systems.get_system(record.job.system)
     if record.job.remote:
         return True
+    # Only a file can be followed with tail. Other systems have a command of their own that shows the output.
     program, *_ = system.log_source(record.job)
     return system.reports_state and program == "tail"
 
@@ -240,7 +241,10 @@ def follow_job(record: SubmittedJob) -> int:
 
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
-    """Show the output of the job until it ends, and return the report about its end."""
+    """Show the output of the job until it ends, and return the report about its end.
+
+    `run` runs a command of the scheduler on the machine that submitted the job.
+    """
     log = job_status.WaitLog(record.job, print_message)
     if record.job.remote:
         connection = connect_to(record.job.remote)
@@ -249,6 +253,7 @@ def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished
         )
         return job_status.report_job(record, run)
     _show_local_output(record, run, log)
+    # tail can also end for another reason, so wait for the job itself.
     return job_status.wait_for_job(record, run, log=log)
 
 

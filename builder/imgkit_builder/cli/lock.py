@@ -212,7 +212,11 @@ def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
 
 
 def _check_lock(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
-    """Print whether the lock fits the recipe. If it does not, print the reason and exit with code 1."""
+    """Print whether the lock fits the recipe. If it does not, print the reason and exit with code 1.
+
+    A recipe without a lock does not fit, either. `base` and `platform` are the options of the verb, and None
+    means those of the recipe.
+    """
     file = lock_file.lock_path(recipe)
     target = engines.choose_platform(recipe, requested=platform, host=host_platform())
     data = {"file": file, "platform": target}

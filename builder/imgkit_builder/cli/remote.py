@@ -196,6 +196,7 @@ def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> 
             verdict = "removed  "
             removed_bytes += folder.size_bytes
         lines.append(verdict + _folder_line(folder))
+    # `unused.used` is the number of folders that jobs used when the list was made.
     remaining = unused.used + len(lines) - len(removed_paths)
     return [*lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining} stay"]
 

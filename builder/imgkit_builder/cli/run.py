@@ -484,7 +484,10 @@ def _show_comments(script: Script) -> None:
 
 
 def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
-    """Print `script` on stdout and `values` on stderr. With `as_json`, print one JSON object on stdout."""
+    """Print `script` on stdout and `values` on stderr. With `as_json`, print one JSON object on stdout.
+
+    `values` are values of the job with the flags or lines that set them. They may be empty.
+    """
     if as_json:
         data = script_data(job, script)
         if values:

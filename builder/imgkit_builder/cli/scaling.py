@@ -174,13 +174,17 @@ def _plan_sizes(
 
 
 def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_json: bool) -> None:
-    """Print the scripts of all jobs, and their warnings. The warnings are the same for all jobs."""
+    """Print the scripts of all jobs, and their warnings. The warnings are the same for all jobs.
+
+    `remote` is None for jobs on this machine.
+    """
     from imgkit_builder.jobs import image_source, scaling
 
     # All jobs differ only in their size, so the warnings of one job are enough.
     largest = planned[-1]
     for warning in largest.job.warnings:
         print_message(warning)
+    # A dry run does not connect to the remote, so the path of imgkit's folder there is unknown.
     if remote is not None:
         print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     if as_json:

@@ -137,6 +137,7 @@ def sif_command(sif: Path) -> str:
         argv = [runtime.command, "exec", *runtime.options]
     else:
         argv = ["singularity", "exec"]  # the recipe's options are for another runtime, and are left out
+    # A bind with a variable such as $SCRATCH gets its quotes here. `quote` below leaves it as it is then.
     for bind in runtime.binds:
         argv += ["--bind", quoting.quote_with_site_variables(bind)]
     argv += [str(sif), "dist-train"]
