@@ -131,8 +131,8 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         job = ConversionJob(
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
-        base = _stage_base(base, job)
-        build_plan = _plan_build(request, base, pack, clock)
+        base = _place_base(base, job)
+        build_plan = _make_build_plan(request, base, pack, clock)
         clock.stage("unpack the context")
         folder = work.folder / "build"
         links = definition.links_script(build_plan.context.unpack(folder))
@@ -161,7 +161,7 @@ def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[Build
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
     new_sif = files.temporary_name(request.target.absolute(), "TOKEN")
     argv = (str(tool.path), *runtime_build.build_arguments(tool, compression, new_sif, f"../{_DEFINITION}"))
-    return _plan_build(request, base, pack, report), shlex.join(argv)
+    return _make_build_plan(request, base, pack, report), shlex.join(argv)
 
 
 def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
@@ -180,7 +180,7 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     return tool, compression
 
 
-def _plan_build(request: SifRequest, base: DefinitionBase, pack: Pack, report: Reporter) -> BuildPlan:
+def _make_build_plan(request: SifRequest, base: DefinitionBase, pack: Pack, report: Reporter) -> BuildPlan:
     """Pack the build context with `pack`, and render the definition for the given base.
 
     The build context is the files that the build gets. The definition is the build script of the runtime.
@@ -197,7 +197,7 @@ def _plan_build(request: SifRequest, base: DefinitionBase, pack: Pack, report: R
     return BuildPlan(context=context, definition=text, labels=labels)
 
 
-def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
+def _place_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
     """Check a base that is a file on this machine, and put it where the definition expects it.
 
     A .sif is linked, and an archive or OCI folder is unpacked to an OCI folder. Unpacking an archive reads
