@@ -104,11 +104,11 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
         ) from error
     if not file_count:
         raise UsageError("it holds no files", where=str(path), hint="fill it, or remove it from `data`")
-    folder_name = f"{digest.hexdigest()}-{_project_digits(spec, path)}"
+    folder_name = f"{digest.hexdigest()}-{_hash_project_path(spec, path)}"
     return DataFolder(spec=spec, path=path, name=folder_name, files=file_count, size_bytes=total_bytes)
 
 
-def _project_digits(spec: DataSpec, path: Path) -> str:
+def _hash_project_path(spec: DataSpec, path: Path) -> str:
     """Return the project's part of a folder's name, a digest of this machine's name and the folder's path.
 
     The revisions of a hub repository are in folders side by side. For them, the path of the common parent

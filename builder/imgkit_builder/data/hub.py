@@ -237,7 +237,7 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     """
     from huggingface_hub import constants
 
-    refusal = _refusal(error, spec)  # None if the hub did not refuse the request
+    refusal = _explain_refusal(error, spec)  # None if the hub did not refuse the request
     if refusal is not None:
         return refusal
     # huggingface_hub wraps errors of its HTTP library. The cause names the real problem.
@@ -254,7 +254,7 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     )
 
 
-def _refusal(error: Exception, spec: DataSpec) -> UsageError | None:
+def _explain_refusal(error: Exception, spec: DataSpec) -> UsageError | None:
     """Return the error to show if the hub refused to send what `spec` names, otherwise None.
 
     The hub refuses a repository or revision that does not exist, or that this user may not read.

@@ -102,6 +102,8 @@ def parse_spec(text: str) -> DataSpec:
 def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
     """Parse all items, and refuse paths in the job that overlap, such as ``/data`` and ``/data/letters``.
 
+    A mount at one of them would hide files of the other.
+
     Raises
     ------
     UsageError : an item cannot be parsed, or the target of an item is equal to another target or below it.
