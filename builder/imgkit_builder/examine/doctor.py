@@ -171,7 +171,7 @@ def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
     """
     if machine.uid == 0:
         return
-    starter = _setuid_starter(tool)
+    starter = _find_setuid_starter(tool)
     if starter:
         yield Check("user namespaces", "ok", f"not needed: {starter} is setuid")
         return
@@ -186,7 +186,7 @@ def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
     yield Check("fuse", "warn", f"/dev/fuse {state}: every start unpacks the whole .sif", hint)
 
 
-def _setuid_starter(tool: RuntimeTool) -> Path | None:
+def _find_setuid_starter(tool: RuntimeTool) -> Path | None:
     """Return the setuid program of a runtime that starts containers, or None if the runtime is not setuid."""
     # The starter of PREFIX/bin/singularity is PREFIX/libexec/singularity/bin/starter-suid.
     prefix = tool.path.resolve().parent.parent
@@ -289,7 +289,7 @@ def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: in
 
     The .sif itself is written to the folder `current` and needs `sif_bytes`.
     """
-    needed_bytes = _scratch_bytes()
+    needed_bytes = _estimate_scratch_bytes()
     if scratch.stat().st_dev == current.stat().st_dev:
         # If both folders are on the same disk, it must hold the .sif as well as the temporary files.
         needed_bytes += sif_bytes
@@ -300,7 +300,7 @@ def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: in
     return check
 
 
-def _scratch_bytes() -> int:
+def _estimate_scratch_bytes() -> int:
     """Return the size of the temporary files that `imgkit sif` makes for one of NVIDIA's images.
 
     The size depends on the program that writes the file. A new mksquashfs needs no temporary files, and a
@@ -325,16 +325,16 @@ def _check_space(name: str, folder: Path, needed_bytes: int) -> Check:
 
 def _file_system(machine: Machine, folder: Path) -> str:
     """Return the type of the file system that holds `folder`, such as ``ext4``, or "" if it is unknown."""
-    resolved = folder.resolve()
-    deepest = 0
+    real_folder = folder.resolve()
+    deepest_parts = 0
     file_system = ""
     # Each line is "DEVICE PATH TYPE OPTIONS ...". The mount with the longest path that contains `folder`
     # counts. If two mounts have the same path, the later one hides the earlier one.
     for line in rights.read_small_file(machine.root / "proc/mounts").splitlines():
         _, path, mount_type, *_ = line.split()
         mount = Path(path.replace("\\040", " "))  # the kernel writes a space as \040
-        if resolved.is_relative_to(mount) and len(mount.parts) >= deepest:
-            deepest = len(mount.parts)
+        if real_folder.is_relative_to(mount) and len(mount.parts) >= deepest_parts:
+            deepest_parts = len(mount.parts)
             file_system = mount_type
     return file_system
 

@@ -181,7 +181,10 @@ def _check_description(path: Path, contents: Contents, image: SelectedImage[Hash
 
 
 def _describe_difference(description: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
-    """Return a text about the first difference between the sidecar and the archive, or "" if they agree."""
+    """Return a text about the first difference between the sidecar and the archive, or "" if they agree.
+
+    `description` is the content of the sidecar, the file ``X.manifest.json`` beside the archive.
+    """
     recorded = description.image
     if recorded.id != image.config.image_id:
         return f"it describes image {recorded.id}, the archive has {image.config.image_id}"
