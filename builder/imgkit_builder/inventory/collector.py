@@ -5,8 +5,8 @@ stop the collection. The inventory lists it under `left_out`. Hard links are onl
 files, so that no link can lead out of the image.
 
 The inventory must have the same bytes on every version of Python. The standard library can parse TOML only
-from Python 3.11 on. So `_locked_files` does not parse the image's lock as TOML. It picks the lines that it
-needs, in the form in which ``recipe.lock_file`` writes them.
+from Python 3.11 on. So `_parse_locked_files` does not parse the image's lock as TOML. It picks the lines
+that it needs, in the form in which ``recipe.lock_file`` writes them.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class InventoryCollector:
 
     def __init__(self) -> None:
         self._packages: list[Package] = []
-        self._python: dict[str, Package | None] = {}
+        self._python_by_path: dict[str, Package | None] = {}
         """The package that each collected file describes, by the path of the file.
 
         The value is None if the file does not describe a package.
         """
-        self._hard_links: dict[str, str] = {}
+        self._target_by_link: dict[str, str] = {}
         """The target of each hard link whose name is that of a file that describes a package."""
-        self._releases: dict[str, dict[str, str]] = {}
+        self._release_values_by_path: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
         self._manifest: Manifest | None = None
         self._locked: dict[_LockKey, _LockedFile] = {}
@@ -118,10 +118,10 @@ class InventoryCollector:
             # it.
             self._leave_out(path, "too large")
         if path.endswith(packages.PYTHON_ENDINGS):
-            self._store(self._python, path, packages.python_package(path, text))
+            self._store(self._python_by_path, path, packages.python_package(path, text))
         elif path in _OS_RELEASE_FILES:
-            # The files may come in any order, so `_os_release` chooses between them later.
-            self._releases[path] = _parse_os_release(text)
+            # The files may come in any order, so `_choose_os_release` chooses between them later.
+            self._release_values_by_path[path] = _parse_os_release(text)
         else:
             # If the file is too large, its text is empty here, and no package is added.
             self._add_debian_packages(path, text)
@@ -129,7 +129,7 @@ class InventoryCollector:
     def add_hard_link(self, path: str, target: str) -> None:
         """Record a hard link, which is a second path of a file that describes a package."""
         if self.is_relevant(path):
-            self._store(self._hard_links, path, target)
+            self._store(self._target_by_link, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
         """Return the inventory of an image, made from the files that were added so far.
@@ -142,11 +142,11 @@ class InventoryCollector:
         if self._manifest is not None:
             recipe = self._manifest.recipe
             base = self._manifest.base
-        release = self._os_release()
+        release = self._choose_os_release()
         # The lock may have been added after the packages, so its digests are looked up only now. This is a
         # set because two files may describe the same package.
-        listed_packages = {self._with_locked_file(package) for package in self._packages}
-        listed_packages.update(self._with_locked_file(package) for package in self._python_packages())
+        listed_packages = {self._complete_from_lock(package) for package in self._packages}
+        listed_packages.update(self._complete_from_lock(package) for package in self._list_python_packages())
         return Inventory(
             recipe=recipe,
             base=base.name,
@@ -161,16 +161,16 @@ class InventoryCollector:
             left_out=tuple(sorted(self._left_out)),
         )
 
-    def _os_release(self) -> dict[str, str]:
+    def _choose_os_release(self) -> dict[str, str]:
         """Return ID and VERSION_ID from the first os-release file that has at least one of them."""
         for path in _OS_RELEASE_FILES:
-            if self._releases.get(path):
-                return self._releases[path]
+            if self._release_values_by_path.get(path):
+                return self._release_values_by_path[path]
         return {}
 
-    def _with_locked_file(self, package: Package) -> Package:
+    def _complete_from_lock(self, package: Package) -> Package:
         """Return `package` with the SHA-256 digest and URL from the lock, if the lock has them."""
-        key = _lock_key(package.name, package.version, package.architecture)
+        key = _make_lock_key(package.name, package.version, package.architecture)
         locked = self._locked.get(key, _LockedFile())
         return dataclasses.replace(package, sha256=locked.sha256, url=locked.url)
 
@@ -190,7 +190,7 @@ class InventoryCollector:
                 # The image may be of unknown origin, so a wrong manifest must not end the collection.
                 self._leave_out(path, "not a manifest of imgkit")
         elif f"/{path}" == manifest.LOCK_TOML:
-            self._locked = _locked_files(data.decode("utf-8", "replace"))
+            self._locked = _parse_locked_files(data.decode("utf-8", "replace"))
 
     def _add_debian_packages(self, path: str, text: str) -> None:
         """Record the Debian packages in `text`, the content of the file `path`.
@@ -206,17 +206,17 @@ class InventoryCollector:
             else:
                 self._leave_out(path, package_or_problem)
 
-    def _python_packages(self) -> list[Package]:
+    def _list_python_packages(self) -> list[Package]:
         """Return the installed Python packages.
 
         An image may store a file once and make its other copies hard links. So if a hard link points to a
         collected file, the package is also installed in the folder of the link. This is done last, because a
         link may come before its target.
         """
-        packages_by_path = dict(self._python)
-        for path, target in self._hard_links.items():
+        packages_by_path = dict(self._python_by_path)
+        for path, target in self._target_by_link.items():
             if path.endswith(packages.PYTHON_ENDINGS):
-                packages_by_path[path] = _linked_package(path, packages_by_path.get(target))
+                packages_by_path[path] = _find_linked_package(path, packages_by_path.get(target))
         installed = []
         for package in packages_by_path.values():
             if package is not None and packages.is_installed_python(package):
@@ -243,7 +243,7 @@ class InventoryCollector:
             self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 
-def _linked_package(path: str, original: Package | None) -> Package | None:
+def _find_linked_package(path: str, original: Package | None) -> Package | None:
     """Return the Python package that is installed in the folder of the hard link `path`.
 
     `original` is the package that the target of the link describes. If it is None, the name and version are
@@ -269,14 +269,14 @@ def _parse_os_release(text: str) -> dict[str, str]:
     return release_values
 
 
-def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
+def _make_lock_key(name: str, version: str, architecture: str) -> _LockKey:
     """Return the key of a package in a lock. It is the same for ``Flash_Attn`` and ``flash-attn``."""
     if not architecture:  # a Python package
         name = canonicalize_name(name)
     return (name, version, architecture)
 
 
-def _locked_files(text: str) -> dict[_LockKey, _LockedFile]:
+def _parse_locked_files(text: str) -> dict[_LockKey, _LockedFile]:
     """Return what `text`, the content of a lock file, records about the file of each package.
 
     The URL is empty if the lock has none, or one in a form that imgkit does not write. A package without a
@@ -289,7 +289,7 @@ def _locked_files(text: str) -> dict[_LockKey, _LockedFile]:
         values = _parse_lock_table(table)
         if not _SHA256.fullmatch(values["sha256"]):
             continue  # the image may be of unknown origin, so nothing in its lock is trusted
-        key = _lock_key(values["name"], values["version"], values["architecture"])
+        key = _make_lock_key(values["name"], values["version"], values["architecture"])
         url = values["url"] if _URL.fullmatch(values["url"]) else ""
         files_by_package[key] = _LockedFile(sha256=values["sha256"], url=url)
     return files_by_package
