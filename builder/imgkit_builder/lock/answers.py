@@ -304,15 +304,15 @@ def last_output_lines(output: str) -> list[str]:
     # What follows the marker is only general advice of pip.
     setup_output, end_marker, _ = output.rpartition("[end of output]")
     if end_marker:
-        return _without_noise(setup_output or output)[-_MOST_LINES:]
-    lines = _without_noise(output)
+        return _remove_noise(setup_output or output)[-_MOST_LINES:]
+    lines = _remove_noise(output)
     for index, line in enumerate(lines):
         if line.startswith(("ERROR:", "E: ")):
             return lines[index : index + _MOST_LINES]
     return lines[-_MOST_LINES:]
 
 
-def _without_noise(output: str) -> list[str]:
+def _remove_noise(output: str) -> list[str]:
     """Return the lines of a program's output, without empty lines and reports of progress."""
     return [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
 

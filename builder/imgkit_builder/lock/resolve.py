@@ -299,15 +299,15 @@ def find_kept_wheels(file: Path, locked: LockedPlatform | None) -> dict[str, Pat
     if locked is None:
         return {}
     folder = lock_file.kept_folder(file)
-    paths = {wheel.file: folder / wheel.file for wheel in locked.pip if wheel.kept}
-    for name, path in paths.items():
+    path_of_wheel = {wheel.file: folder / wheel.file for wheel in locked.pip if wheel.kept}
+    for name, path in path_of_wheel.items():
         if not path.is_file():
             raise UsageError(
                 f"the kept wheel {name} is missing",
                 where=str(path),
                 hint="restore the folder, or build it again: imgkit lock RECIPE --keep-files --upgrade",
             )
-    return paths
+    return path_of_wheel
 
 
 def write_lock(
@@ -341,7 +341,7 @@ def write_lock(
     hint = "choose a folder that this user may write to"
     with replace_named_file(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(content.encode())
-    for name in _file_names(old) - _file_names(new):
+    for name in _list_file_names(old) - _list_file_names(new):
         (folder / name).unlink(missing_ok=True)
 
 
@@ -355,7 +355,7 @@ def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> No
                 shutil.copyfileobj(package, stream)
 
 
-def _file_names(lock: Lock) -> set[str]:
+def _list_file_names(lock: Lock) -> set[str]:
     """Return the names of all package files in a lock, for all platforms."""
     names: set[str] = set()
     for locked in lock.platforms:
