@@ -164,9 +164,9 @@ def add(
     ToolMissing : Singularity or mksquashfs is missing.
     ToolFailed : pip or mksquashfs failed, the disk is full, or a remote cannot be reached.
     """
-    image = _image_path(request, machine)
+    image = _choose_image_path(request, machine)
     _check_requirements(request)
-    target = _target_path(request, image)
+    target = _choose_target_path(request, image)
     if machine is None:
         machine = this_machine()
         image_id = record.read_image_id(image)
@@ -206,7 +206,7 @@ def add(
     return AddedFile(path=target, image=image, size_bytes=new_bytes, record=new_record, up_to_date=False)
 
 
-def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
+def _choose_image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
     """Return the absolute path of the image to which packages are added, on the machine that has it.
 
     `machine` is the remote that has the image, or None for this machine.
@@ -274,7 +274,7 @@ def check_requirement(text: str) -> None:
         raise UsageError(f"{text!r} is not a requirement", where="PACKAGE", hint=hint) from None
 
 
-def _target_path(request: AddRequest, image: Path) -> Path:
+def _choose_target_path(request: AddRequest, image: Path) -> Path:
     """Return the absolute path of the file to write.
 
     The default for the image ``X.sif`` is ``X+N.sqsh`` in the same folder. N is the number of requirements on

@@ -128,6 +128,7 @@ def explain(
     log : the path of the file with all of pip's output.
     remote : the name of the remote with the image, or empty for this machine.
     """
+    # For the failure "protected", `output` is only the name of the package.
     failure, output = answer["failure"], answer["output"]
     versions: Mapping[str, str] = answer["image"]
     recipe_line = _recipe_line(requirements)
