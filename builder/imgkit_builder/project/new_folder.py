@@ -102,15 +102,15 @@ def file_texts(options: NewFolder) -> Mapping[str, str]:
     template_values = {
         "name": options.name,
         "remote": options.remote,
-        "parent": _parent_reference(options),
+        "parent": _make_parent_reference(options),
         "description": f"{options.name}, on {parent.title}",
-        "required": _required_keys(parent),
+        "required": _find_required_keys(parent),
         "command": _job_command(options),
         "programs": program.find_start_scripts(options.folder),
         "copies": options.copies_code,
         "unfit_reason": options.unfit_reason,
         "pip": program.pip_steps(options.folder, editable=not options.copies_code),
-        **_queue_values(options),
+        **_select_queue_values(options),
     }
     # The template of each file, by the name of the file.
     template_names = {
@@ -127,7 +127,7 @@ def file_texts(options: NewFolder) -> Mapping[str, str]:
     return text_of_file
 
 
-def _parent_reference(options: NewFolder) -> str:
+def _make_parent_reference(options: NewFolder) -> str:
     """Return the value of ``extends`` in the folder's recipe: a shipped name, or a path.
 
     A path begins with ``./`` or ``../``.
@@ -139,7 +139,7 @@ def _parent_reference(options: NewFolder) -> str:
     return path if path.startswith("../") else f"./{path}"
 
 
-def _queue_values(options: NewFolder) -> dict[str, Any]:
+def _select_queue_values(options: NewFolder) -> dict[str, Any]:
     """Return the template values for the keys of imgkit.toml that describe what a job asks the scheduler for.
 
     The keys under ``queue`` have a value, or are required and empty, so that the user must fill them in. The
@@ -147,7 +147,7 @@ def _queue_values(options: NewFolder) -> dict[str, Any]:
     """
     parent = options.parent
     system = systems.get_system(parent.system.scheduler)
-    required_keys = _required_keys(parent)
+    required_keys = _find_required_keys(parent)
     value_of_key = dict(options.values)
     # If the scheduler uses a time limit, and neither the user nor the recipe sets one, a default is written.
     if not value_of_key["time"] and not parent.system.queue.time and "time" in system.uses:
@@ -177,7 +177,7 @@ def _job_command(options: NewFolder) -> tuple[str, ...]:
     return (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
 
 
-def _required_keys(parent: Target) -> Mapping[str, bool]:
+def _find_required_keys(parent: Target) -> Mapping[str, bool]:
     """Return each key that a job on the parent recipe's system needs, and whether that recipe sets it."""
     queue = parent.system.queue
     has_value: dict[str, bool] = {}
@@ -204,18 +204,18 @@ def next_steps(options: NewFolder, folder: Path) -> Iterator[str]:
     starts_sif = runtimes.get_runtime(parent.system.runtime.kind).image_suffix == ".sif"
     if starts_sif and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
-    for key, has_value in _required_keys(parent).items():
+    for key, has_value in _find_required_keys(parent).items():
         # The new imgkit.toml always has a time limit.
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
     # The file names in these commands are relative to the new folder.
-    commands = _run_commands(options)
+    commands = _list_build_and_run_commands(options)
     if folder != Path():
         commands[0] = f"cd {shlex.quote(str(folder))} && {commands[0]}"
     yield from commands
 
 
-def _run_commands(options: NewFolder) -> list[str]:
+def _list_build_and_run_commands(options: NewFolder) -> list[str]:
     """Return the commands that the user can type to build the image and run a job.
 
     They depend on the runtime of the system. For example, pods need a registry, and pyxis needs a .sqsh.

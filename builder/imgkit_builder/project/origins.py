@@ -124,7 +124,8 @@ def find_value_source(
     ----------
     flag : the flag that was given, or "" if there is none.
     project : the ``imgkit.toml``. It is the source if it sets the key `name` and there is no flag.
-    default : the position in the recipe that sets the value, or None if the recipe does not set it.
+    default : the position in the recipe that sets the value, or None if the recipe does not set it. Then the
+        source is a default of imgkit.
     """
     if flag:
         return ValueSource(name=name, value=value, flag=flag)
@@ -146,7 +147,7 @@ def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None)
     """
     if project is None:
         project = ProjectFile(file=Path(), values=ProjectValues(), positions={})
-    yield from _single_value_sources(job, flags, project)
+    yield from _list_single_value_sources(job, flags, project)
     yield from _list_item_sources(job, flags, project)
     # Flags that belong to one kind of scheduler. They cannot be set in a file.
     for system_flags in flags.system_flags:
@@ -157,7 +158,7 @@ def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None)
                 yield ValueSource(name=flag.lstrip("-"), value=str(value), flag=flag)
 
 
-def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
+def _list_single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
     """Yield the values that a single flag or key sets as a whole, such as the time. Lists are left out.
 
     `flags` has the values of flags only, without those of imgkit.toml (`project`).
@@ -168,7 +169,7 @@ def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> 
         flag_of_value[flag.lstrip("-").removeprefix("no-")] = flag
     if flags.launch.command:
         flag_of_value["command"] = "--"  # the command of a job follows "--"
-    for name, value in _single_values(job).items():
+    for name, value in _collect_single_values(job).items():
         flag = flag_of_value.get(name, "")
         # Most values are listed even if they are empty. A job often has no code or command of its own.
         if name in ("code", "command") and not value and not flag:
@@ -187,7 +188,7 @@ def _recipe_position(recipe: Target, name: str) -> Position | None:
     return None
 
 
-def _single_values(job: Job) -> dict[str, Any]:
+def _collect_single_values(job: Job) -> dict[str, Any]:
     """Return each value of the job that a single flag or key sets, by its name.
 
     The name is that of the flag without its dashes, and the order is that in which the values are shown.

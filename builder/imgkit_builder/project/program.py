@@ -97,7 +97,7 @@ def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
     editable : whether jobs mount the run's code over the project. The project is then installed as editable,
         so that Python imports the mounted code and not a copy of it.
     """
-    proposal = _package_steps(folder)
+    proposal = _propose_package_step(folder)
     if not is_project(folder):
         return proposal
     if proposal is None:  # the project itself is still to be installed
@@ -128,15 +128,15 @@ def is_project(folder: Path) -> bool:
     return has_build_system and (is_described or has_setup)
 
 
-def _package_steps(folder: Path) -> PipProposal | None:
+def _propose_package_step(folder: Path) -> PipProposal | None:
     """Return the step for the packages that a file in `folder` lists, or None if no file lists any.
 
     The first file that lists packages is used, in the order below. The other files are ignored.
     """
     files_and_lines = (
-        (requirements.PYPROJECT, _requirement_lines(requirements.read_dependencies, folder)),
-        (REQUIREMENTS, _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)),
-        (CONDA, tuple(_conda_lines(folder / CONDA))),
+        (requirements.PYPROJECT, _read_lines_if_valid(requirements.read_dependencies, folder)),
+        (REQUIREMENTS, _read_lines_if_valid(requirements.read_requirements, folder / REQUIREMENTS)),
+        (CONDA, tuple(_read_conda_lines(folder / CONDA))),
     )
     for file, lines in files_and_lines:
         if lines:
@@ -152,7 +152,7 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
+def _read_lines_if_valid(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
     """Return the requirements that the function `read` finds in `path`.
 
     If the file is missing or damaged, the result is empty. ``imgkit check`` reports damaged files later.
@@ -196,7 +196,7 @@ def _is_unfit(line: str) -> bool:
     return is_in_base or requirements.names_other_file(line)
 
 
-def _conda_lines(file: Path) -> Iterator[str]:
+def _read_conda_lines(file: Path) -> Iterator[str]:
     """Yield the requirements in ``environment.yml``, the file of a conda environment, in pip's syntax.
 
     The list ``dependencies`` contains packages of conda, and possibly a list ``pip`` with packages of pip. A
