@@ -179,13 +179,13 @@ def read_arch(path: Path) -> str:
         return ""
     # Some of these programs may be links or scripts, which have no such header.
     for shell_program in shell_programs.values():
-        arch = _elf_arch(shell_program)
+        arch = _parse_elf_arch(shell_program)
         if arch:
             return arch
     return ""
 
 
-def _elf_arch(program: bytes) -> str:
+def _parse_elf_arch(program: bytes) -> str:
     """Return the architecture in the header of an ELF program, or "" if it is not one of `_MACHINES`."""
     # Byte 5 is 1 if the numbers of the header are little-endian. Bytes 18 and 19 are the machine number.
     if program[:4] != b"\x7fELF" or program[5:6] != b"\x01":

@@ -138,12 +138,12 @@ def build(
         context = _pack_context(loaded_recipe, base, request, report)
         # A secret in a file of the context would become part of the image.
         secret_values.refuse_secrets_in(context, secrets)
-        tested: list[Check] = []
+        test_checks: list[Check] = []
 
         # The engine calls this before it moves the tag, so that a failed test leaves the tag where it is.
         def accept(image: ImageInfo) -> None:
             if not request.no_test:
-                tested.extend(_run_smoke_test(engine, image, context, report))
+                test_checks.extend(_run_smoke_test(engine, image, context, report))
 
         built = engines.build(
             engine,
@@ -157,7 +157,7 @@ def build(
         )
     # The digest lets a later job find this image without a question to the engine.
     build_input_sha256 = input_sha256(
-        loaded_recipe, context, _base_name(loaded_recipe, request) or loaded_recipe.image.base
+        loaded_recipe, context, _choose_base_name(loaded_recipe, request) or loaded_recipe.image.base
     )
     record_build(build_input_sha256, built.image.id)
     if built.up_to_date:
@@ -175,7 +175,7 @@ def build(
         log=built.log,
         input_sha256=build_input_sha256,
         labels=dict(built.image.labels),
-        checks=tuple(tested),
+        checks=tuple(test_checks),
     )
 
 
@@ -188,7 +188,7 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
     ToolFailed : the image cannot be pulled.
     """
     # The base in the recipe's lock, or that of --base. None if there is neither.
-    override = _base_name(recipe, request)
+    override = _choose_base_name(recipe, request)
     name = override or recipe.image.base
     report.stage(f"base {name}")
     base = engines.resolve_base(
@@ -221,7 +221,7 @@ def plan(
     # platform must be known first.
     target = engines.choose_platform(loaded_recipe, requested=request.platform, host=host_platform())
     loaded_recipe = _attach_lock(loaded_recipe, target, request, report)
-    base = _base_name(loaded_recipe, request) or loaded_recipe.image.base
+    base = _choose_base_name(loaded_recipe, request) or loaded_recipe.image.base
     tag = request.tag or default_tag(loaded_recipe.name)
     engines.check_name(base, where="--base")
     engines.check_name(tag, where="--tag")
@@ -286,7 +286,7 @@ def build_sif(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    sif_request, pack_context = _prepare_sif(recipe, request, report)
+    sif_request, pack_context = _prepare_sif_build(recipe, request, report)
     return builds.build_sif(sif_request, pack_context, report)
 
 
@@ -301,7 +301,7 @@ def plan_sif(
     LargeContext : the code has more than 1 GB, and the request does not allow that.
     ToolMissing : there is no runtime.
     """
-    sif_request, pack_context = _prepare_sif(recipe, request, report)
+    sif_request, pack_context = _prepare_sif_build(recipe, request, report)
     build_plan, command = builds.plan_build(sif_request, pack_context, report)
     base = build_plan.context.manifest.base
     return SifPlan(
@@ -317,7 +317,9 @@ def plan_sif(
     )
 
 
-def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
+def _prepare_sif_build(
+    recipe: str | Path, request: SifBuildRequest, report: Reporter
+) -> tuple[SifRequest, Pack]:
     """Return the two arguments of `apptainer.build.build_sif`: a request, and a function.
 
     The function packs the build context, the files that the build gets. The context depends on the base
@@ -343,7 +345,7 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     sif_request = SifRequest(
         recipe=locked,
         target=request.output or Path(f"{locked.name}.sif"),
-        base=_base_name(locked, request),
+        base=_choose_base_name(locked, request),
         base_from=request.base_from,
         options=options,
     )
@@ -457,7 +459,7 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
     return locked_recipe
 
 
-def _base_name(recipe: Recipe, request: AnyBuildRequest) -> str | None:
+def _choose_base_name(recipe: Recipe, request: AnyBuildRequest) -> str | None:
     """Return the name of the base image to use, or None for the base that the recipe names.
 
     If the recipe has a lock, the digest in the lock takes precedence over ``--base``.

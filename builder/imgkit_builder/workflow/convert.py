@@ -159,7 +159,7 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
         yield Piped(stream=sys.stdin.buffer), None
     elif path.is_file() and path.suffix not in RECIPE_SUFFIXES:
         _refuse_converted(path)
-        yield Archive(path=path), _system_of_archive(path)
+        yield Archive(path=path), _read_system_of_archive(path)
     elif (path / "oci-layout").is_file():
         yield OciFolder(path=path), None
     elif image.endswith(ARCHIVE_SUFFIXES):  # it looks like an archive, but there is no such file
@@ -173,7 +173,7 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
             yield source, system_of(image)
 
 
-def _system_of_archive(path: Path) -> SystemFacts | None:
+def _read_system_of_archive(path: Path) -> SystemFacts | None:
     """Return the system that the image in an archive is for, or None if it is unknown.
 
     The system is stored in the file ``X.tar.manifest.json`` beside the archive. None means that there is no

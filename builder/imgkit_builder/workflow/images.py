@@ -76,7 +76,7 @@ def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check,
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
     # If there is no runtime, the error has the ``module load`` line of the image's cluster.
-    tool = find_runtime(runtime, module_hint=_module_hint(_target_of(path)))
+    tool = find_runtime(runtime, module_hint=_module_hint(_read_target_if_any(path)))
     # Programs in the image must not see this machine's folders. They get no network if the runtime can
     # disable it.
     isolated = isolation(tool)
@@ -163,7 +163,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
             f"{path} is not a .sif, and a runtime would start it without the variables of its image",
             hint="make a .sif of the image: imgkit sif",
         )
-    target = _target_of(Path(path))
+    target = _read_target_if_any(Path(path))
     tool = find_runtime(module_hint=_module_hint(target))
     record.read_records_for(packages, Path(path))
     description = _SHARED
@@ -179,8 +179,8 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
         workdir = workdir or target.workdir
     if target is not None and host:
         bind_options = _bind_options(target)
-        variables = _unset_variables(target)
-    command = _shell_in_image(len(packages), variables)
+        variables = _list_missing_variables(target)
+    command = _make_bash_command(len(packages), variables)
     argv = [str(tool.path), "exec" if command else "shell", "--nv"]
     # A file of packages is a squashfs. The runtime mounts each one in its own folder.
     for file_number, file in enumerate(packages, 1):
@@ -195,7 +195,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     return ShellCommand(argv=tuple(argv), description=description)
 
 
-def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
+def _make_bash_command(package_files: int, variables: Sequence[str]) -> list[str]:
     """Return the command that starts bash in the image, with packages and variables: ``env NAME=VALUE bash``.
 
     If there are neither packages nor variables, the result is empty, because the runtime's own ``shell`` is
@@ -219,7 +219,7 @@ def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
     return command
 
 
-def _unset_variables(target: Target) -> list[str]:
+def _list_missing_variables(target: Target) -> list[str]:
     """Return ``NAME=VALUE`` for each variable of the image's system that is not set in this shell."""
     variables = []
     for name, value in target.system.on_node(os.environ).env.items():
@@ -250,7 +250,7 @@ def _bind_options(target: Target) -> list[str]:
     return options
 
 
-def _target_of(path: Path) -> Target | None:
+def _read_target_if_any(path: Path) -> Target | None:
     """Return the recipe and system that are stored in a .sif, or None if they cannot be read.
 
     They cannot be read if imgkit did not build the image, for example.

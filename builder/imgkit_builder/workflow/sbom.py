@@ -39,12 +39,12 @@ def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None
     path = Path(name)
     if name.endswith((".sif", ".sqsh")) or image.is_sif(path):
         report.stage(f"list the packages of {name}")
-        return _document_of_file(path)
+        return _read_or_make_file_document(path)
     with source_of(name) as (source, _):
-        return _document_of_source(source, path, report, unpack_limit_bytes)
+        return _make_source_document(source, path, report, unpack_limit_bytes)
 
 
-def _document_of_file(path: Path) -> str:
+def _read_or_make_file_document(path: Path) -> str:
     """Return the SPDX document that is stored in the .sif or .sqsh `path`.
 
     If there is none, or it is not valid JSON, make a document from the files of the image.
@@ -84,7 +84,9 @@ def _collect_files(path: Path) -> InventoryCollector:
     return collector
 
 
-def _document_of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
+def _make_source_document(
+    source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None
+) -> str:
     """Make the SPDX document of an archive, an OCI folder or an image of the engine (Docker or Podman).
 
     All files of the image are read, which can take minutes.
