@@ -188,7 +188,7 @@ def main() -> None:
     except ImgkitError as error:
         _print_error(error, as_json=as_json)
     except OSError as error:
-        _print_error(_system_error(error), as_json=as_json)
+        _print_error(_explain_system_error(error), as_json=as_json)
     except typer.Abort:
         code = INTERRUPTED
     except Exception as error:
@@ -207,7 +207,7 @@ class Interrupted(ImgkitError):
     exit_code = INTERRUPTED
 
 
-def _system_error(error: OSError) -> ToolFailed:
+def _explain_system_error(error: OSError) -> ToolFailed:
     """Return the message for an operating system error that no function has handled, such as a full disk.
 
     The user needs the path and the reason, but no traceback.

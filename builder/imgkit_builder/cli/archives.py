@@ -135,7 +135,8 @@ def _read_built_file(
 ) -> Parsed | None:
     """Return the parsed file `path` of the image, or None if imgkit did not build the image.
 
-    None is also returned, with a note to the user, if the file cannot be parsed.
+    None is also returned, with a note to the user, if the file cannot be parsed. `parse` raises an error for
+    such a file. The values are for the sidecar, a small file that describes the archive beside it.
     """
     data = engine.read_file(connected, info.ref, path)
     if data is None:

@@ -187,6 +187,7 @@ def verb_push(
     local_name = image_name(image)
     target = local_name if ref is None else ref
     with reporter(as_json=as_json, verbose=verbose) as report, engines.connect() as engine:
+        # An engine sends an image to the registry that is part of its name.
         if target != local_name:
             engines.add_tag(engine, local_name, target)
         digest = engines.push(engine, target, report)

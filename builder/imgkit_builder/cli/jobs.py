@@ -79,7 +79,7 @@ def _show_own_jobs(*, as_json: bool) -> None:
     """
     # A record is what imgkit has stored about a job on this machine, with its last known state. Only jobs
     # that may have changed are asked about.
-    old_records = [record for record in records.list_records() if _may_run(record)]
+    old_records = [record for record in records.list_records() if _may_be_active(record)]
     current_records, is_complete = _refresh_states(old_records)
     # `imgkit runs` shows the saved states without asking a scheduler.
     for record, current in zip(old_records, current_records, strict=True):
@@ -126,7 +126,7 @@ def _remote_prefix(record: SubmittedJob) -> str:
     return f"on {record.job.remote}: " if record.job.remote else ""
 
 
-def _may_run(record: SubmittedJob) -> bool:
+def _may_be_active(record: SubmittedJob) -> bool:
     """Return whether the job may still wait or run, so that ``imgkit status`` lists it.
 
     Some systems do not report states, so imgkit never learns when their jobs end. Such a job is listed until
@@ -347,7 +347,7 @@ def verb_wait(
     except KeyboardInterrupt:
         print_message(f"{handle} continues; imgkit wait {handle}")
         raise typer.Exit(INTERRUPTED) from None
-    save_new_state(record, report.record)
+    save_new_state(record, report.record)  # for `imgkit runs`, which asks no scheduler
     if not report.has_ended:
         raise ToolFailed(f"{handle} has not ended after {timeout}", hint=f"imgkit wait {handle}")
     if as_json:

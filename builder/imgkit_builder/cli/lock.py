@@ -123,7 +123,7 @@ def _update_lock(
     -------
     The packages that the lock had for this platform before, or None if it had none, and the new packages.
     """
-    request = _lock_request(recipe, source.base)
+    request = _make_lock_request(recipe, source.base)
     lock = lock_file.read_lock(file) if file.exists() else None
     if writes and not os.access(file.parent, os.W_OK):
         # This is checked first, because resolving the packages takes minutes.
@@ -198,7 +198,7 @@ def _show_changes(
     print_result(data, *change_lines, f"{file} {outcome}: {counts}", as_json=as_json)
 
 
-def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
+def _make_lock_request(recipe: Recipe, base: str | None) -> LockRequest:
     """Return what the lock of `recipe` has to resolve, such as the packages of its pip steps.
 
     Raises

@@ -192,13 +192,13 @@ class GroupedCommand(TyperCommand):
         # These sections come first, in this order. Other groups follow.
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)  # the names and the help; None for a hidden option
-            if record is not None:
-                sections.setdefault(self._section_title(parameter), []).append(record)
-        for title, records in sections.items():
-            if records:
+            help_row = parameter.get_help_record(ctx)  # the names and the help; None for a hidden option
+            if help_row is not None:
+                sections.setdefault(self._section_title(parameter), []).append(help_row)
+        for title, help_rows in sections.items():
+            if help_rows:
                 with formatter.section(title):
-                    formatter.write_dl(records)
+                    formatter.write_dl(help_rows)
 
     def _section_title(self, parameter: Any) -> str:
         """Return the title of the help section in which the argument or option `parameter` is listed."""

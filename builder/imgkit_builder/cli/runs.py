@@ -40,10 +40,10 @@ def verb_runs(
 def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
     """Return the lines of a table of `jobs`. The first line has the titles."""
     titles = ("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")
-    return format_columns([titles, *(_table_row(record) for record in jobs)])
+    return format_columns([titles, *(_make_table_row(record) for record in jobs)])
 
 
-def _table_row(record: SubmittedJob) -> tuple[str, ...]:
+def _make_table_row(record: SubmittedJob) -> tuple[str, ...]:
     """Return the cells of a job's row in `jobs_table`. A missing value is shown as ``-``.
 
     The order is that of the titles in `jobs_table`. `record` is what imgkit has stored about the job.
