@@ -37,7 +37,7 @@ _ENVIRONMENT = ("10-docker2singularity.sh", "90-environment.sh", "91-environment
 
 # The end of a program that runs in the base. The beginning comes from `inside.probe_argv`. It inspects the
 # base, and stores the result in the variable `seen`.
-_FILL = """
+_FILL_PROGRAM = """
 path = "{manifest}"
 with open(path, encoding="utf-8") as stream:
     manifest = json.load(stream)
@@ -61,7 +61,7 @@ def look_program() -> str:
 
     The first step of the definition runs it in the base.
     """
-    return inside.probe_argv()[-1] + _FILL.format(
+    return inside.probe_argv()[-1] + _FILL_PROGRAM.format(
         manifest=f"{INSIDE}/manifest.json",
         files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
         own=("OLDPWD", "PWD", "SHLVL", "_"),
