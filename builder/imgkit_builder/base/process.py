@@ -47,7 +47,7 @@ _CHUNK_BYTES = 1 << 16
 # found".
 _ERROR = re.compile(r"\b(ERROR|FATAL)\b")
 # Progress bars and percentages, which an error message does not quote.
-_PROGRESS = re.compile(
+_PROGRESS_LINE = re.compile(
     r"[^A-Za-z]*\d ?%(?!.*[A-Za-z]{5}).*"  # "32,768  16%  31.25MB/s", " 45%|##  | 45/100 [00:03<00:04]"
     r"|.*[=#]{3}.*\d ?%.*|.*\d ?%.*[=#]{3}.*"  # "blob 3a5f [====>---] 31 % 5s"
     r"|.*[━█▓]{3}.*"  # pip's, without a percentage
@@ -70,7 +70,7 @@ Without these options, git could lock the index to refresh it. It would also run
 # keeps the request across exec. If imgkit ended before the request was made, getppid returns another pid, and
 # the program exits. Python ignores SIGPIPE and SIGXFSZ. The other program would inherit this, so both are
 # reset.
-_BOUND = """
+_BINDING_PROGRAM = """
 import os, sys
 from _signal import SIG_DFL, SIGKILL, SIGPIPE, SIGXFSZ, signal
 try:
@@ -180,7 +180,7 @@ def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
 def _is_progress(line: str) -> bool:
     """Return whether `line` is a progress bar or a percentage."""
     # A longer line is never a progress bar, and the regular expression could take very long on it.
-    return len(line) <= _SHOWN_CHARACTERS and _PROGRESS.fullmatch(line) is not None
+    return len(line) <= _SHOWN_CHARACTERS and _PROGRESS_LINE.fullmatch(line) is not None
 
 
 def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
@@ -340,7 +340,7 @@ def bound_to_parent(argv: Sequence[str]) -> list[str]:
     if sys.platform != "linux" or not os.access(sys.executable, os.X_OK):
         return list(argv)
     # -I and -S make Python start faster, and without code from the environment or from site-packages.
-    return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *argv]
+    return [sys.executable, "-I", "-S", "-c", _BINDING_PROGRAM, str(os.getpid()), *argv]
 
 
 def run(
