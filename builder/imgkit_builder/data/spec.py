@@ -25,7 +25,7 @@ HUB_HOME = "hf"
 HUB_CACHE = ".hub"
 """The folder in a data set with the layout of the hub's cache. `datasets` skips names with a leading dot."""
 # "hf://openai-community/gpt2", "hf://gpt2@v1.0", "hf://datasets/me/letters@refs/pr/3"
-_HUB_ITEM = re.compile(
+_HUB_ITEM_FORM = re.compile(
     r"hf://(?P<kind>datasets/)?(?P<name>[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?)(@(?P<revision>[a-z0-9][\w./-]*))?",
     re.ASCII | re.IGNORECASE,
 )
@@ -130,7 +130,7 @@ def _parse_hub_item(text: str) -> DataSpec:
     ------
     UsageError : the text has neither of these forms.
     """
-    match = _HUB_ITEM.fullmatch(text)
+    match = _HUB_ITEM_FORM.fullmatch(text)
     # In the hub's cache, "--" separates the parts of a folder's name. So a name with "--" would be ambiguous.
     if match is None or ".." in text or "--" in match["name"]:
         raise UsageError(
