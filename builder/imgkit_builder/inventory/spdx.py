@@ -18,7 +18,7 @@ from imgkit_entrypoints import __version__
 
 _NAMESPACE = "https://spdx.org/spdxdocs/imgkit-"
 # The word of SPDX for an unknown value.
-_NONE = "NOASSERTION"
+_UNKNOWN_VALUE = "NOASSERTION"
 # The ids of the document, and of the two SPDX packages that represent the image and its base.
 _DOCUMENT = "SPDXRef-DOCUMENT"
 _IMAGE = "SPDXRef-Image"
@@ -67,7 +67,7 @@ def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
     return {
         "name": name,
         "SPDXID": spdx_id,
-        "downloadLocation": _NONE,
+        "downloadLocation": _UNKNOWN_VALUE,
         "filesAnalyzed": False,
         "primaryPackagePurpose": "CONTAINER",
         **fields,
@@ -101,7 +101,7 @@ def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
         "name": package.name,
         "SPDXID": spdx_id,
         "versionInfo": package.version,
-        "downloadLocation": package.url or _NONE,
+        "downloadLocation": package.url or _UNKNOWN_VALUE,
         "filesAnalyzed": False,
         "externalRefs": [purl],
     }
