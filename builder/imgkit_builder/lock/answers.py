@@ -19,9 +19,11 @@ APT = "apt"
 """The name of the step that installs Debian packages. The steps of pip have numbers, as in a lock file."""
 # A line of ``apt-get --print-uris``: 'http://deb.debian.org/debian/pool/main/g/git/git_2.39.2-1_amd64.deb'
 # git_1%3a2.39.2-1_amd64.deb 7171212 SHA256:...
-_URI = re.compile(r"'(?P<url>[^']+)' (?P<file>\S+_\S+_\S+\.deb) (?P<size>\d+)(?: SHA256:(?P<sha256>\S+))?")
+_URI_LINE = re.compile(
+    r"'(?P<url>[^']+)' (?P<file>\S+_\S+_\S+\.deb) (?P<size>\d+)(?: SHA256:(?P<sha256>\S+))?"
+)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_HTTP = ("http://", "https://")
+_HTTP_PREFIXES = ("http://", "https://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,14 +64,14 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
     """
     debs = []
     for line in text.splitlines():
-        match = _URI.match(line)
+        match = _URI_LINE.match(line)
         if match is None:  # a warning that apt has printed between the packages
             continue
         # None of the three parts can contain "_" itself.
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
         url = without_credentials(match["url"])
         sha256 = match["sha256"] or ""
-        if not url.startswith(_HTTP):
+        if not url.startswith(_HTTP_PREFIXES):
             raise Unresolved(APT, f"apt takes {name} from {url}, which no other machine can read", name)
         if not _SHA256.fullmatch(sha256):
             raise Unresolved(APT, f"the archive states no sha256 of {name}: {match[0]}", name)
@@ -133,7 +135,7 @@ def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> Loc
     file = unquote(urlsplit(url).path.rpartition("/")[2])
     is_wheel = file.endswith(".whl")
     name, version = item.name, item.version
-    if is_wheel and url.startswith(_HTTP):
+    if is_wheel and url.startswith(_HTTP_PREFIXES):
         return LockedWheel(
             step=step,
             name=name,
@@ -193,7 +195,7 @@ def read_failure(text: str) -> Unresolved:
     return Unresolved(int(step), output=output)
 
 
-_MOST_LINES = 12  # the most lines of a program's output that a hint quotes
+_MAX_QUOTED_LINES = 12  # the most lines of a program's output that a hint quotes
 # Lines that only report progress. A hint leaves them out.
 _NOISE = re.compile(r"^(WARNING: |\[notice\]|DEPRECATION: |Looking in |  Downloading |Collecting | +━)")
 # What pip and apt write before the name of a package: "The user requested numpy==1.26".
@@ -304,12 +306,12 @@ def last_output_lines(output: str) -> list[str]:
     # What follows the marker is only general advice of pip.
     setup_output, end_marker, _ = output.rpartition("[end of output]")
     if end_marker:
-        return _remove_noise(setup_output or output)[-_MOST_LINES:]
+        return _remove_noise(setup_output or output)[-_MAX_QUOTED_LINES:]
     lines = _remove_noise(output)
     for index, line in enumerate(lines):
         if line.startswith(("ERROR:", "E: ")):
-            return lines[index : index + _MOST_LINES]
-    return lines[-_MOST_LINES:]
+            return lines[index : index + _MAX_QUOTED_LINES]
+    return lines[-_MAX_QUOTED_LINES:]
 
 
 def _remove_noise(output: str) -> list[str]:
