@@ -325,7 +325,7 @@ class _SharedFolder(NamedTuple):
 
     def list_members(self) -> Iterator[TarMember]:
         """Yield the files in the folder that match `patterns`, as members of a tar archive."""
-        paths: set[Path] = set()
+        paths: set[Path] = set()  # a file may match several patterns
         for pattern in self.patterns:
             paths.update(self.path.glob(pattern))
         for path in sorted(paths):

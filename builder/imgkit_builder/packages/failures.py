@@ -19,21 +19,21 @@ from imgkit_builder.sif.workspace import NO_SPACE
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, UsageError
 
-_NO_NETWORK = re.compile(
+_NO_NETWORK_MESSAGE = re.compile(
     r"NewConnectionError|Temporary failure in name resolution|ConnectTimeout|ReadTimeoutError|ProxyError"
     r"|dns error|Connection (?:timed out|refused)|Network is unreachable|SSLError"
 )
 # "The user requested (constraint) numpy==1.26.4": pip cannot install the request because of the version that
 # the image has.
-_CONSTRAINT = re.compile(r"\(constraint\) (?P<name>[A-Za-z0-9._-]+)==\S+")
-_MISSING = re.compile(r"No matching distribution found for (?P<package>[^\n]+)")
+_CONSTRAINT_MESSAGE = re.compile(r"\(constraint\) (?P<name>[A-Za-z0-9._-]+)==\S+")
+_MISSING_MESSAGE = re.compile(r"No matching distribution found for (?P<package>[^\n]+)")
 # Lines of pip that do not explain a failure. "━" is the progress bar.
 _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
 # The most lines of pip's output that a hint shows. The log has all of them.
 _MAX_LINES = 12
 _SIF_HINT = "imgkit sif IMAGE makes a .sif of an archive or an image"
 # `machine.sh` reports a problem as "problem NAME". These are the error and the hint for each name.
-_PROBLEMS = {
+_ERROR_BY_PROBLEM = {
     "no-image": (UsageError, "there is no such image", _SIF_HINT),
     "no-sif": (UsageError, "this is no .sif", _SIF_HINT),
     "no-folder": (UsageError, "there is no such folder", "mkdir -p {folder}"),
@@ -62,9 +62,9 @@ def refuse_problem(line: str, *, image: str, target: Path) -> None:
     Any other line is ignored. `target` is the file that `imgkit add` writes.
     """
     first_word, _, problem = line.partition(" ")
-    if first_word != "problem" or problem not in _PROBLEMS:
+    if first_word != "problem" or problem not in _ERROR_BY_PROBLEM:
         return
-    error_class, message, hint = _PROBLEMS[problem]
+    error_class, message, hint = _ERROR_BY_PROBLEM[problem]
     # Problems with this hint are about the image. All others are about the file to write.
     where = image if hint == _SIF_HINT else str(target)
     message_values = {"folder": target.parent, "name": target.name}
@@ -147,7 +147,7 @@ def explain(
         )
     if NO_SPACE.search(output):
         return _full_disk_error(target)
-    constraint = _CONSTRAINT.search(output)
+    constraint = _CONSTRAINT_MESSAGE.search(output)
     if constraint:
         name = canonical_name(constraint["name"])
         return UsageError(
@@ -156,13 +156,13 @@ def explain(
             hint=_conflict_hint(name, recipe_line),
         )
     # The network is checked before a missing package, because pip also prints that message without a network.
-    if _NO_NETWORK.search(output):
+    if _NO_NETWORK_MESSAGE.search(output):
         return ToolFailed(
             f"the image's pip cannot reach a package index from {remote or 'this machine'}",
             where=str(image),
             hint=f"{_wheels_hint(answer, image, shlex.join(requirements), remote)}; or build {recipe_line}",
         )
-    missing = _MISSING.search(output)
+    missing = _MISSING_MESSAGE.search(output)
     if missing:
         return UsageError(
             f"there is no {missing['package']} for Python {answer['python']} on {answer['machine']}",
