@@ -30,7 +30,7 @@ GITIGNORE = ".gitignore"
 # The time limit in a new imgkit.toml if neither the user nor the recipe sets one.
 _TIME = "30m"
 # The files that imgkit writes into a project folder, in the syntax of .gitignore.
-_OUTPUTS = ("runs/", "*.sif", "*.sqsh")
+_IGNORED_OUTPUTS = ("runs/", "*.sif", "*.sqsh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ def complete_gitignore(folder: Path) -> tuple[str, ...]:
         return ()
     old_text = files.read_text(path)
     present_lines = old_text.splitlines()
-    missing_lines = [line for line in _OUTPUTS if line not in present_lines]
+    missing_lines = [line for line in _IGNORED_OUTPUTS if line not in present_lines]
     if not missing_lines:
         return ()
     # Without this, the first new line would become part of the user's last line.

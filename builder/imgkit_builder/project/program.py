@@ -32,7 +32,7 @@ _TRAINING_PROGRAMS = (
 # Names that need no quotes in a shell.
 _NAME = re.compile(r"[\w.-]+")
 # Python files that are not training programs: tests and tools for packaging.
-_NOT_STARTED = re.compile(r"setup|conftest|test_.*|.*_test|noxfile|versioneer")
+_NOT_STARTED_STEM = re.compile(r"setup|conftest|test_.*|.*_test|noxfile|versioneer")
 # A file with `if __name__ == "__main__":` is meant to be started.
 _MAIN_BLOCK = re.compile(r"^if __name__ ?==", re.MULTILINE)
 # Packages that have the same name in conda and on PyPI. Other packages of conda may be called differently on
@@ -72,7 +72,7 @@ def find_start_scripts(folder: Path) -> tuple[str, ...]:
             return (name,)
     script_names = []
     for path in sorted(folder.glob("*.py")):
-        is_candidate = _NAME.fullmatch(path.stem) and not _NOT_STARTED.fullmatch(path.stem)
+        is_candidate = _NAME.fullmatch(path.stem) and not _NOT_STARTED_STEM.fullmatch(path.stem)
         if is_candidate and _MAIN_BLOCK.search(_read_text(path)):
             script_names.append(path.name)
     return tuple(script_names)
