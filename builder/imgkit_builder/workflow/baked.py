@@ -157,11 +157,11 @@ def has_manifest(path: Path) -> bool:
         return True
 
 
-_MACHINES = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
+_ARCH_BY_MACHINE_NUMBER = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
 """The architecture for each value of the field ``e_machine`` in the header of an ELF program."""
 # Nearly every image has one of these shells. The header of the program tells the architecture of the image.
 _SHELLS = ("sh", "bash", "dash", "busybox")
-_PROGRAMS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name in _SHELLS)
+_SHELL_PATHS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name in _SHELLS)
 
 
 def read_arch(path: Path) -> str:
@@ -174,7 +174,7 @@ def read_arch(path: Path) -> str:
         arch_in_record = recorded_arch(path)
         if arch_in_record != "unknown":
             return arch_in_record
-        shell_programs = unsquash.read(path, _PROGRAMS)
+        shell_programs = unsquash.read(path, _SHELL_PATHS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
     # Some of these programs may be links or scripts, which have no such header.
@@ -186,12 +186,15 @@ def read_arch(path: Path) -> str:
 
 
 def _parse_elf_arch(program: bytes) -> str:
-    """Return the architecture in the header of an ELF program, or "" if it is not one of `_MACHINES`."""
+    """Return the architecture in the header of an ELF program, such as ``arm64``.
+
+    The result is "" if the file is no such program, or if its architecture is unknown to imgkit.
+    """
     # Byte 5 is 1 if the numbers of the header are little-endian. Bytes 18 and 19 are the machine number.
     if program[:4] != b"\x7fELF" or program[5:6] != b"\x01":
         return ""
     machine = int.from_bytes(program[18:20], "little")
-    return _MACHINES.get(machine, "")
+    return _ARCH_BY_MACHINE_NUMBER.get(machine, "")
 
 
 def recorded_arch(path: Path) -> str:

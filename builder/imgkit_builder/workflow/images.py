@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Parts of messages that say what a program in the image can see of this machine.
 _NOTHING_SHARED = "without folders of this machine and without a network"
-_SHARED = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
+_SHARED_DESCRIPTION = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
 
 
 def smoke_test(
@@ -140,7 +140,11 @@ def shell_command(
 
 
 def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
-    """Return the command of a shell in `target`, an existing image of Docker or Podman."""
+    """Return the command of a shell in `target`, an existing image of Docker or Podman.
+
+    With `host`, the shell shares this machine's home folder and network. If `workdir` is empty, it starts in
+    the folder that the recipe sets.
+    """
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)  # raises an error if there is no such image
@@ -148,12 +152,15 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     argv = engines.shell_argv(
         name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
     )
-    description = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
+    description = _SHARED_DESCRIPTION if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), description=description, image=name)
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
-    """Return the command of a shell in the .sif `path`. The parameters are those of `shell_command`.
+    """Return the command of a shell in the .sif `path`, which starts in the folder `workdir` of the image.
+
+    With `host`, the shell shares this machine's home folder and network. `packages` are files of ``imgkit
+    add``, whose packages Python then finds.
 
     The runtime options of the image's system are always used. The system's mounts and variables are used only
     with `host`, because they are folders and values of this machine.
@@ -165,8 +172,8 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
         )
     target = _read_target_if_any(Path(path))
     tool = find_runtime(module_hint=_module_hint(target))
-    record.read_records_for(packages, Path(path))
-    description = _SHARED
+    record.read_records_for(packages, Path(path))  # raises an error if one was made for another image
+    description = _SHARED_DESCRIPTION
     options: list[str] = []
     bind_options: list[str] = []
     variables: list[str] = []
