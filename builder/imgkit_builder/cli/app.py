@@ -233,14 +233,17 @@ def _print_usage_error(error: Any, *, as_json: bool) -> NoReturn:
     """Print typer's error about a wrong command line, and exit."""
     error.message = terminal.escape_controls(shorten_message(error.message))
     if not as_json:
-        error.show()
+        error.show()  # typer's own form, with the usage of the verb
         sys.exit(error.exit_code)
     command = error.ctx.command_path if error.ctx else "imgkit"
     _print_error(UsageError(error.format_message(), hint=f"see: {command} --help"), as_json=True)
 
 
 def _print_error(error: ImgkitError, *, as_json: bool) -> NoReturn:
-    """Print `error` in the form that `main` describes, and exit with the exit code of the error."""
+    """Print `error` as one message on stderr, and exit with the exit code of the error.
+
+    With `as_json`, print one JSON object on stdout, and one JSON line on stderr, where progress is printed.
+    """
     if as_json:
         # Imported here, because only --json needs it.
         from imgkit_builder.cli.common import error_data, print_result

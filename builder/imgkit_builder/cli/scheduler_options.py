@@ -33,7 +33,7 @@ ANY = "(.+)"
 NUMBER = r"(\d+)"
 
 
-def _passed_on(*names: str) -> tuple[Row, ...]:
+def _make_option_rows(*names: str) -> tuple[Row, ...]:
     """Return table rows for options that imgkit does not have. Their answer is ``--option=NAME=VALUE``.
 
     Each item of `names` has one or more names of the same option, such as ``"-d --dependency"``. The last
@@ -43,7 +43,7 @@ def _passed_on(*names: str) -> tuple[Row, ...]:
     return tuple(Row(row_names, ANY, f"--option={row_names.split()[-1]}={{0}}") for row_names in names)
 
 
-def _flags_passed_on(*names: str) -> tuple[Row, ...]:
+def _make_flag_rows(*names: str) -> tuple[Row, ...]:
     """Return table rows for options without a value that imgkit does not have: ``--option=--exclusive``."""
     return tuple(Row(name, "", f"--option={name}") for name in names)
 
@@ -90,11 +90,15 @@ _SLURM = (
     Row("--container-image", ANY, "--image {0}"),
     Row("--container-mounts", ANY, "--bind {0}"),
     # imgkit has no options for the following.
-    *_flags_passed_on("--exclusive", "--contiguous", "--requeue", "--no-requeue", "--hold", "--overcommit"),
-    *_passed_on("-d --dependency", "-a --array", "-C --constraint", "-w --nodelist", "-x --exclude"),
-    *_passed_on("-b --begin", "-L --licenses", "-M --clusters", "-m --distribution", "--exclusive", "--gres"),
-    *_passed_on("--mail-type", "--mail-user", "--comment", "--reservation", "--nice", "--tmp", "--switches"),
-    *_passed_on("--mem-per-cpu", "--deadline", "--priority", "--wckey", "--threads-per-core"),
+    *_make_flag_rows("--exclusive", "--contiguous", "--requeue", "--no-requeue", "--hold", "--overcommit"),
+    *_make_option_rows("-d --dependency", "-a --array", "-C --constraint", "-w --nodelist", "-x --exclude"),
+    *_make_option_rows(
+        "-b --begin", "-L --licenses", "-M --clusters", "-m --distribution", "--exclusive", "--gres"
+    ),
+    *_make_option_rows(
+        "--mail-type", "--mail-user", "--comment", "--reservation", "--nice", "--tmp", "--switches"
+    ),
+    *_make_option_rows("--mem-per-cpu", "--deadline", "--priority", "--wckey", "--threads-per-core"),
 )
 _PBS = (
     # In PBS, -N is the name of the job, which begins with a letter.
@@ -137,8 +141,8 @@ _RUNAI = (
     Row("--existing-pvc", "claimname=([^,]+),path=([^,]+)", "--pvc {0}:{1}"),
     Row("-e --environment --environment-variable", r"(\w+=.*)", "--env {0}"),
     Row("--memory --cpu-memory-request", r"(\d+[MGT]i?)", "--mem {0}"),
-    *_passed_on("--node-pools", "--node-type", "--run-as-user"),
-    *_flags_passed_on("--large-shm", "--preemptible"),
+    *_make_option_rows("--node-pools", "--node-type", "--run-as-user"),
+    *_make_flag_rows("--large-shm", "--preemptible"),
 )
 # If the user's options fit two schedulers equally well, the first one in this order is chosen.
 TABLES: Mapping[str, tuple[Row, ...]] = {"Slurm": _SLURM, "PBS": _PBS, "RunAI": _RUNAI}

@@ -95,7 +95,7 @@ def verb_sif(
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
         converted = convert(image, output, request, report=report)
     target = output or Path(converted.path.name)
-    next_command = sif_command(target) if converted.format == "sif" else _sqsh_command(converted.path)
+    next_command = sif_command(target) if converted.format == "sif" else _make_sqsh_command(converted.path)
     result = dataclasses.asdict(converted)
     lines = result_lines(converted, target, up_to_date=converted.up_to_date)
     show_stages(
@@ -106,7 +106,7 @@ def verb_sif(
     )
 
 
-def _sqsh_command(sqsh: Path) -> str:
+def _make_sqsh_command(sqsh: Path) -> str:
     """Return the srun command that starts a .sqsh with pyxis.
 
     The command starts ``dist-train``. If imgkit did not build the image, it starts a shell instead.
