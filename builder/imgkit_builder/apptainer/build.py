@@ -193,8 +193,8 @@ def _make_build_plan(request: SifRequest, base: DefinitionBase, pack: Pack, repo
         created=manifests.time_of_build(),
         locked=context.is_locked,
     )
-    text = definition.render_definition(request.recipe, base, labels)
-    return BuildPlan(context=context, definition=text, labels=labels)
+    definition_text = definition.render_definition(request.recipe, base, labels)
+    return BuildPlan(context=context, definition=definition_text, labels=labels)
 
 
 def _place_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
@@ -321,14 +321,14 @@ def _run_smoke_test(new_sif: Path, arch: str, job: ConversionJob, tool: RuntimeT
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)
     job.clock.note(isolation.description("python3"))
-    results = smoke.check_image(
+    test_results = smoke.check_image(
         lambda argv: runtime.attempt(tool, runtime.exec_arguments(new_sif, argv, isolation)),
         arch=arch,
         manifest=None,  # the versions are compared with the manifest in the image itself
     )
-    if not checks.passed(results):
+    if not checks.passed(test_results):
         raise CheckFailed(
             "the .sif was built, but its smoke test failed; an older file stays as it is",
-            hint="\n".join(checks.table(results)) + "\nto keep it anyway: --no-test",
+            hint="\n".join(checks.table(test_results)) + "\nto keep it anyway: --no-test",
         )
-    return results
+    return test_results

@@ -74,10 +74,10 @@ def links_script(links: Mapping[str, str]) -> str:
     The context's folder does not contain these links, because the runtime follows links when it copies files
     into the image.
     """
-    lines = ["set -e"]
+    script_lines = ["set -e"]
     for name, link_target in links.items():
-        lines.append(shlex.join(("ln", "-s", "--", link_target, f"{INSIDE}/{name}")))
-    return "\n".join(lines) + "\n"
+        script_lines.append(shlex.join(("ln", "-s", "--", link_target, f"{INSIDE}/{name}")))
+    return "\n".join(script_lines) + "\n"
 
 
 def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str, str]) -> str:
@@ -103,10 +103,10 @@ def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str,
         ),
     )
     # A line in the section %labels has the form NAME VALUE, so a value must not contain line breaks.
-    rows = {key: " ".join(value.split()) for key, value in labels.items()}
+    one_line_labels = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.render_build_definition(
         recipe,
-        Additions(files=(look, links), steps=steps, labels=rows),
+        Additions(files=(look, links), steps=steps, labels=one_line_labels),
         base=base.image.name,
         platform=base.image.platform,
         bootstrap=base.bootstrap,
@@ -258,10 +258,10 @@ def _read_sif(path: Path) -> DefinitionBase:
     If imgkit made the file, the base gets the name that is in its record, otherwise the name of the file.
     """
     sif = sif_image.read(path)
-    name = sif.record.source if sif.record else ""
+    recorded_name = sif.record.source if sif.record else ""
     image_id, _ = sif_image.identify(path, sif)
     image = BaseImage(
-        name=name or path.name,
+        name=recorded_name or path.name,
         id=image_id,
         platform=f"linux/{sif.arch}",
         standin=STANDIN_LABEL in (check.read_labels(sif) or {}),

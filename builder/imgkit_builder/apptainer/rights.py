@@ -120,12 +120,12 @@ def _has_range(file: Path, uid: int) -> bool:
 
     A range can be listed under the number or the name of the user.
     """
-    names = [str(uid)]
+    user_spellings = [str(uid)]
     with contextlib.suppress(KeyError):  # the user has no name on this machine
-        names.append(pwd.getpwuid(uid).pw_name)
+        user_spellings.append(pwd.getpwuid(uid).pw_name)
     for line in read_small_file(file).splitlines():
         owner, _, _ = line.partition(":")  # "me:100000:65536"
-        if owner in names:
+        if owner in user_spellings:
             return True
     return False
 
