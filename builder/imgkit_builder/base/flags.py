@@ -125,11 +125,11 @@ def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
 
 def flags_in(request: Any) -> tuple[str, ...]:
     """Return the first names of the flags whose values in `request` differ from their defaults."""
-    names = []
+    changed_flags = []
     for declared_flag in declared_options(type(request)):
         if declared_flag.value(request) != declared_flag.default:
-            names.append(declared_flag.names[0])
-    return tuple(names)
+            changed_flags.append(declared_flag.names[0])
+    return tuple(changed_flags)
 
 
 def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
@@ -144,18 +144,18 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
     """
     argv: list[str] = []
     for declared_flag in declared_options(kind):
-        value = declared_flag.value(request)
-        name = declared_flag.names[0]
-        if value == declared_flag.default:
+        flag_value = declared_flag.value(request)
+        flag_name = declared_flag.names[0]
+        if flag_value == declared_flag.default:
             continue
-        if isinstance(value, bool):
+        if isinstance(flag_value, bool):
             # A flag without a value. Its value differs from the default, so the flag was given.
-            argv.append(name)
-        elif isinstance(value, tuple):  # the flag can be given several times
-            for item in value:
-                argv += (name, item)
+            argv.append(flag_name)
+        elif isinstance(flag_value, tuple):  # the flag can be given several times
+            for item in flag_value:
+                argv += (flag_name, item)
         else:
-            argv += (name, str(value))
+            argv += (flag_name, str(flag_value))
     return tuple(argv)
 
 

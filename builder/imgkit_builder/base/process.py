@@ -147,8 +147,8 @@ def first_line(output: bytes) -> str:
 
     Long lines are cut so that they fit into an error message.
     """
-    text = output[:_CHUNK_BYTES].decode(errors="replace").strip()
-    line = text.partition("\n")[0].strip()
+    beginning = output[:_CHUNK_BYTES].decode(errors="replace").strip()
+    line = beginning.partition("\n")[0].strip()
     return line[:_SHOWN_CHARACTERS] or "(nothing)"
 
 
@@ -189,15 +189,15 @@ def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
     A single line of output is appended to the message: ``"sbatch failed: Invalid account"``. Several lines
     are put before the hint.
     """
-    lines = last_lines(output)
-    if not lines:
+    quoted_lines = last_lines(output)
+    if not quoted_lines:
         return message, hint
-    if len(lines) == 1:
-        return f"{message}: {lines[0]}", hint
-    lines.insert(0, "its last lines:")
+    if len(quoted_lines) == 1:
+        return f"{message}: {quoted_lines[0]}", hint
+    quoted_lines.insert(0, "its last lines:")
     if hint:
-        lines.append(hint)
-    return message, "\n".join(lines)
+        quoted_lines.append(hint)
+    return message, "\n".join(quoted_lines)
 
 
 _KILL_CODES = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
@@ -410,13 +410,13 @@ def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
     ------
     TooLong : the output is longer than `MOST_BYTES`. The generator is closed, which kills the program.
     """
-    text = bytearray()
+    answer = bytearray()
     with contextlib.closing(output):
         for chunk in output:
-            text += chunk
-            if len(text) > MOST_BYTES:
-                raise TooLong(program, bytes(text))
-    return bytes(text)
+            answer += chunk
+            if len(answer) > MOST_BYTES:
+                raise TooLong(program, bytes(answer))
+    return bytes(answer)
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
