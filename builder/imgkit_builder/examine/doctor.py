@@ -144,23 +144,23 @@ def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
     If there is no runtime, the first value is None. That is not a failure if `target`, the recipe, runs with
     another kind of runtime. `target` is None if no recipe is given.
     """
-    name = "singularity"
+    check_name = "singularity"
     module_hint = target.module_line if target else ""  # the error names it: "module load singularity"
     try:
         tool = runtime.find_runtime(module_hint=module_hint)
     except ToolMissing as error:
         if target and target.system.runtime.kind != "singularity":
             kind = target.system.runtime.kind
-            return None, Check(name, "skip", f"not found; {target.name} needs {kind} instead")
+            return None, Check(check_name, "skip", f"not found; {target.name} needs {kind} instead")
         # A check shows its hint in one line, so the lines are joined.
         hint_lines = [line.strip() for line in (error.hint or "").splitlines()]
-        return None, Check(name, "fail", error.what, "; ".join(hint_lines))
+        return None, Check(check_name, "fail", error.what, "; ".join(hint_lines))
     # An older runtime passes no options to mksquashfs. Then mksquashfs chooses the compression.
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
-    text = f"{tool} at {tool.path}, {levels}"
+    finding = f"{tool} at {tool.path}, {levels}"
     if tool.below_floor:  # older than the version that can start a .sif of imgkit
-        return tool, Check(name, "warn", text, f"a .sif of imgkit needs {runtime.FLOOR}")
-    return tool, Check(name, "ok", text)
+        return tool, Check(check_name, "warn", finding, f"a .sif of imgkit needs {runtime.FLOOR}")
+    return tool, Check(check_name, "ok", finding)
 
 
 def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
@@ -203,27 +203,27 @@ def _check_namespaces(machine: Machine) -> Check:
     A runtime that is not setuid needs one to start a container. The first setting that forbids it is
     reported.
     """
-    name = "user namespaces"
+    check_name = "user namespaces"
     for setting in (*rights.SETTINGS, _APPARMOR):
         if rights.forbids_namespaces(machine.root, setting):
-            text = f"{setting.problem}: ordinary users cannot start a container"
+            problem = f"{setting.problem}: ordinary users cannot start a container"
             # AppArmor is only a warning, because its profile may exempt the runtime.
             verdict: Verdict = "warn" if setting is _APPARMOR else "fail"
-            return Check(name, verdict, text, f"{setting.hint}; or install the runtime setuid")
+            return Check(check_name, verdict, problem, f"{setting.hint}; or install the runtime setuid")
     max_namespaces = rights.read_small_file(machine.root / rights.MAX_NAMESPACES) or "any number"
-    return Check(name, "ok", f"allowed, at most {max_namespaces}")
+    return Check(check_name, "ok", f"allowed, at most {max_namespaces}")
 
 
 def _check_definitions(machine: Machine) -> Check:
     """Check how ``imgkit build --with apptainer``, a build without an engine, would run a recipe's steps."""
-    name = "build --with apptainer"
+    check_name = "build --with apptainer"
     user_rights = rights.inspect_rights(root=machine.root, uid=machine.uid)
     if not user_rights.way:
-        return Check(name, "warn", user_rights.problem, user_rights.hint)
+        return Check(check_name, "warn", user_rights.problem, user_rights.hint)
     steps = f"steps run {user_rights.way}"
     if user_rights.problem:
-        return Check(name, "warn", f"{steps}; {user_rights.problem}", user_rights.hint)
-    return Check(name, "ok", steps)
+        return Check(check_name, "warn", f"{steps}; {user_rights.problem}", user_rights.hint)
+    return Check(check_name, "ok", steps)
 
 
 def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
@@ -232,7 +232,7 @@ def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
     If `tool` is None, there is no runtime, and the verdict of `tool_check` decides whether that is a failure.
     `tool_check` is the check of the runtime, which is skipped if the recipe needs none.
     """
-    name = "imgkit sif"
+    check_name = "imgkit sif"
     hint = squash.INSTALL
     try:
         squasher = squash.choose()  # the program with which imgkit itself would make the squashfs
@@ -243,15 +243,15 @@ def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
         if path:
             obstacle += f" (version {mksquashfs.read_version(path)})"
         if tool is None:
-            text = f"cannot convert: {obstacle}, and there is no runtime"
-            return Check(name, tool_check.verdict, text, hint)
-        return Check(name, "warn", f"{tool} builds the file, which is slower: {obstacle}", hint)
-    text = f"writes the file itself, with {squasher}"
+            finding = f"cannot convert: {obstacle}, and there is no runtime"
+            return Check(check_name, tool_check.verdict, finding, hint)
+        return Check(check_name, "warn", f"{tool} builds the file, which is slower: {obstacle}", hint)
+    finding = f"writes the file itself, with {squasher}"
     if squasher.note:
-        return Check(name, "warn", f"{text}; {squasher.note}", hint)
+        return Check(check_name, "warn", f"{finding}; {squasher.note}", hint)
     if squasher.zstd_error:
-        return Check(name, "warn", f"{text}, which lacks zstd: gzip, slower at every start", hint)
-    return Check(name, "ok", f"{text}; it runs under {runtime.FLOOR}")
+        return Check(check_name, "warn", f"{finding}, which lacks zstd: gzip, slower at every start", hint)
+    return Check(check_name, "ok", f"{finding}; it runs under {runtime.FLOOR}")
 
 
 def _check_zstd() -> Check:
@@ -315,12 +315,12 @@ def _estimate_scratch_bytes() -> int:
 
 def _check_space(name: str, folder: Path, needed_bytes: int) -> Check:
     """Check whether `folder` has `needed_bytes` of free space."""
-    free = shutil.disk_usage(folder).free
-    text = f"{size_text(free)} free in {folder}"
-    if free >= needed_bytes:
-        return Check(name, "ok", text)
+    free_bytes = shutil.disk_usage(folder).free
+    finding = f"{size_text(free_bytes)} free in {folder}"
+    if free_bytes >= needed_bytes:
+        return Check(name, "ok", finding)
     hint = f"an NVIDIA PyTorch image needs {size_text(needed_bytes)}: use a folder with more space"
-    return Check(name, "warn", text, hint)
+    return Check(name, "warn", finding, hint)
 
 
 def _file_system(machine: Machine, folder: Path) -> str:
@@ -352,6 +352,6 @@ def _check_emulation(machine: Machine, target: Target | None) -> Iterator[Check]
     if not problem:
         yield Check("emulation", "ok", f"qemu runs {arch} programs on this {machine.arch} machine")
         return
-    text = f"{target.name} is for {arch}, this machine is {machine.arch}: {problem}"
+    finding = f"{target.name} is for {arch}, this machine is {machine.arch}: {problem}"
     hint = f"docker run --privileged --rm tonistiigi/binfmt --install {arch}; or build on {arch}"
-    yield Check("emulation", "warn", text, hint)
+    yield Check("emulation", "warn", finding, hint)

@@ -303,11 +303,11 @@ def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check
     If another tool made the file, there is no record and the check warns. `name` is the name of the check.
     """
     if record is None:
-        text = f"sha256 {actual}; the file has no record of imgkit"
-        return Check(name, "warn", text, "another tool made it: imgkit sif writes a record")
+        finding = f"sha256 {actual}; the file has no record of imgkit"
+        return Check(name, "warn", finding, "another tool made it: imgkit sif writes a record")
     if record.root_sha256 != actual:
-        text = f"has sha256 {actual}, the record says {record.root_sha256}"
-        return Check(name, "fail", text, "copy it again, or convert it again")
+        finding = f"has sha256 {actual}, the record says {record.root_sha256}"
+        return Check(name, "fail", finding, "copy it again, or convert it again")
     source = record.source or record.image_id
     return Check(name, "ok", f"sha256 {actual}, as recorded; from {source}, by {record.runtime}")
 
