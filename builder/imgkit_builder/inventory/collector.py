@@ -286,12 +286,12 @@ def _parse_locked_files(text: str) -> dict[_LockKey, _LockedFile]:
     # The text before the first table has no packages.
     _, *tables = _TABLE_START.split(text)
     for table in tables:
-        values = _parse_lock_table(table)
-        if not _SHA256.fullmatch(values["sha256"]):
+        table_values = _parse_lock_table(table)
+        if not _SHA256.fullmatch(table_values["sha256"]):
             continue  # the image may be of unknown origin, so nothing in its lock is trusted
-        key = _make_lock_key(values["name"], values["version"], values["architecture"])
-        url = values["url"] if _URL.fullmatch(values["url"]) else ""
-        files_by_package[key] = _LockedFile(sha256=values["sha256"], url=url)
+        key = _make_lock_key(table_values["name"], table_values["version"], table_values["architecture"])
+        url = table_values["url"] if _URL.fullmatch(table_values["url"]) else ""
+        files_by_package[key] = _LockedFile(sha256=table_values["sha256"], url=url)
     return files_by_package
 
 
