@@ -277,9 +277,9 @@ def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitE
     hints = []
     if cause.hint:
         hints.append(cause.hint.format(keep_files))
-    lines = last_output_lines(failure.output)
-    if lines:
-        hints += ["its output:", *lines]
+    output_lines = last_output_lines(failure.output)
+    if output_lines:
+        hints += ["its output:", *output_lines]
     hints.append(f"full log: {log}")
     return cause.error(cause.text.format(*matched_texts), where=where, hint="\n".join(hints))
 
@@ -307,11 +307,11 @@ def last_output_lines(output: str) -> list[str]:
     setup_output, end_marker, _ = output.rpartition("[end of output]")
     if end_marker:
         return _remove_noise(setup_output or output)[-_MAX_QUOTED_LINES:]
-    lines = _remove_noise(output)
-    for index, line in enumerate(lines):
+    relevant_lines = _remove_noise(output)
+    for index, line in enumerate(relevant_lines):
         if line.startswith(("ERROR:", "E: ")):
-            return lines[index : index + _MAX_QUOTED_LINES]
-    return lines[-_MAX_QUOTED_LINES:]
+            return relevant_lines[index : index + _MAX_QUOTED_LINES]
+    return relevant_lines[-_MAX_QUOTED_LINES:]
 
 
 def _remove_noise(output: str) -> list[str]:
@@ -356,6 +356,6 @@ def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, s
             yield package, recipe.where("image", "pip", step, "packages", number)
         if pip_step.requirements is not None:
             where = recipe.where("image", "pip", step, "requirements")
-            text = files.read_text(pip_step.requirements, errors="replace")
-            for number, line in enumerate(text.splitlines(), 1):
+            file_text = files.read_text(pip_step.requirements, errors="replace")
+            for number, line in enumerate(file_text.splitlines(), 1):
                 yield line, f"{where} ({pip_step.requirements.name}:{number})"

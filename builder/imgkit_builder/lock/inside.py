@@ -175,13 +175,13 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
     ------
     CalledProcessError : pip fails without these versions, too.
     """
-    constraint = FOLDER / "pins.txt"
+    constraint_file = FOLDER / "pins.txt"
     pins = dict(pins)
     while pins:
-        lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
-        constraint.write_text("".join(lines), encoding="utf-8")
+        constraint_lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
+        constraint_file.write_text("".join(constraint_lines), encoding="utf-8")
         try:
-            run_program([*argv, "--constraint", str(constraint)])
+            run_program([*argv, "--constraint", str(constraint_file)])
             return
         except subprocess.CalledProcessError as error:
             blamed_names = PINNED_NAME.findall(error.output)
@@ -240,17 +240,17 @@ def run_program(argv: list[str]) -> str:
     ------
     CalledProcessError : the program failed.
     """
-    lines = []
+    output_lines = []
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", bufsize=1
     ) as process:
         # The output is printed at once, because a step can take minutes and the user watches the build.
         for line in process.stdout or ():
-            lines.append(line)
+            output_lines.append(line)
             print(line, end="", flush=True)
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, argv, "".join(lines))
-    return "".join(lines)
+        raise subprocess.CalledProcessError(process.returncode, argv, "".join(output_lines))
+    return "".join(output_lines)
 
 
 if __name__ == "__main__":

@@ -357,7 +357,7 @@ def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> No
 
 def _list_file_names(lock: Lock) -> set[str]:
     """Return the names of all package files in a lock, for all platforms."""
-    names: set[str] = set()
+    file_names: set[str] = set()
     for locked in lock.platforms:
-        names |= locked.digests.keys()
-    return names
+        file_names |= locked.digests.keys()
+    return file_names
