@@ -410,9 +410,11 @@ class _Steps:
 
     def publish(self, added: PackagesRecord) -> int:
         """Append the record to the squashfs, move it to its final name, and return its size in bytes."""
-        data = record.to_bytes(added)
+        record_bytes = record.to_bytes(added)
         try:
-            output = b"".join(self._run("publish", str(len(data)), data=[data])).decode().strip()
+            output = (
+                b"".join(self._run("publish", str(len(record_bytes)), data=[record_bytes])).decode().strip()
+            )
         except ToolFailed as error:
             raise self._explain(error, "", "") from error
         self._refuse_problem(output)

@@ -97,10 +97,10 @@ def explain_crash(
         return UsageError("the image has no python3", where=str(image), hint="another image")
     if NO_SPACE.search(all_messages):
         return _full_disk_error(target)
-    lines = process.last_lines(secret_patterns.mask_secrets(output), _MAX_LINES)
-    if not lines:  # the container has not printed anything that would explain more
+    last_lines = process.last_lines(secret_patterns.mask_secrets(output), _MAX_LINES)
+    if not last_lines:  # the container has not printed anything that would explain more
         return error
-    hint = "\n".join(["its last lines:", *lines, f"full log: {log}"])
+    hint = "\n".join(["its last lines:", *last_lines, f"full log: {log}"])
     return ToolFailed(error.what, where=str(image), hint=hint)
 
 

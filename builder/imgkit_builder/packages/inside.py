@@ -139,18 +139,18 @@ def write_constraints(
     versions : the versions of the image's packages, by name.
     replaced : the names of packages that pip may replace, and that are not constrained.
     """
-    lines = []
+    constraint_lines = []
     changed_versions = {}
     # Packages whose version pip cannot read are missing from `released`, and are not constrained.
     for name, version in released(versions).items():
         if name in replaced:
             continue
-        lines.append(f"{name}=={version}\n")
+        constraint_lines.append(f"{name}=={version}\n")
         # `released` has changed the version, so pip must also find the changed one in the metadata.
         if version != versions[name]:
             changed_versions[name] = version
     write_shadows(shadows, changed_versions)
-    constraints.write_text("".join(lines), encoding="utf-8")
+    constraints.write_text("".join(constraint_lines), encoding="utf-8")
 
 
 def installed_versions() -> dict[str, str]:
@@ -301,16 +301,16 @@ def run(argv: list[str], env: Mapping[str, str]) -> None:
     ------
     Failure : the program exited with an error. The failure contains all of its output.
     """
-    lines = []
+    output_lines = []
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(env)
     ) as process:
         assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
         for line in process.stdout:
-            lines.append(line)
+            output_lines.append(line)
             print(line, end="", flush=True)
     if process.returncode:
-        raise Failure("pip", "".join(lines))
+        raise Failure("pip", "".join(output_lines))
 
 
 def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
@@ -320,13 +320,13 @@ def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
     pip requires all hashes as soon as there is one.
     """
     has_hashes = all(summary(item)["sha256"] for item in items)
-    lines = []
+    requirement_lines = []
     for item in items:
-        line = exact_requirement(item)
+        requirement_line = exact_requirement(item)
         if has_hashes:
-            line += f" --hash=sha256:{summary(item)['sha256']}"
-        lines.append(line)
-    return lines
+            requirement_line += f" --hash=sha256:{summary(item)['sha256']}"
+        requirement_lines.append(requirement_line)
+    return requirement_lines
 
 
 def exact_requirement(item: Mapping[str, Any]) -> str:
