@@ -222,25 +222,27 @@ def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Ite
     The items of one list can come from the recipe, from imgkit.toml and from flags. `flags` has the values of
     flags only. A list in imgkit.toml has one line number, and a list in the recipe has one for each item.
     """
-    values = project.values
+    file_values = project.values
     file_lines = project.positions
     recipe_lines = job.recipe.positions
-    binds = _ListSources("bind", flags.container.binds, values.binds, file_lines.get("binds"))
+    binds = _ListSources("bind", flags.container.binds, file_values.binds, file_lines.get("binds"))
     for index, bind in enumerate(job.container.binds):
         # The recipe's binds come first, so an index finds the line of the recipe. A flag may repeat one of
         # them.
         yield binds.find(bind, recipe_lines.get(("system", "runtime", "binds", index)))
-    data = _ListSources("data", (), values.data, file_lines.get("data"))
+    data = _ListSources("data", (), file_values.data, file_lines.get("data"))
     for item in job.request.container.data:
         yield data.find(item)
-    packages = _ListSources("packages", flags.container.packages, values.packages, file_lines.get("packages"))
+    packages = _ListSources(
+        "packages", flags.container.packages, file_values.packages, file_lines.get("packages")
+    )
     for package in flags.container.packages or job.request.container.requirements:
         yield packages.find(package)
     yield from _variable_sources(job, flags, project)
     flag_options = flags.allocation.options
-    options = _ListSources("option", flag_options, values.options, file_lines.get("options"))
+    options = _ListSources("option", flag_options, file_values.options, file_lines.get("options"))
     # The recipe's options come first here, too.
-    for index, option in enumerate((*job.recipe.system.queue.options, *values.options, *flag_options)):
+    for index, option in enumerate((*job.recipe.system.queue.options, *file_values.options, *flag_options)):
         yield options.find(option, recipe_lines.get(("system", "queue", "options", index)))
 
 

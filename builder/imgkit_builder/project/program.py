@@ -121,9 +121,9 @@ def is_project(folder: Path) -> bool:
     This needs a table ``build-system`` in pyproject.toml. The project must be described in the same file, or
     in setup.py or setup.cfg.
     """
-    text = _read_text(folder / requirements.PYPROJECT)
-    has_build_system = re.search(r"^\[build-system\]", text, re.MULTILINE) is not None
-    is_described = re.search(r"^\[(project|tool\.poetry)\]", text, re.MULTILINE) is not None
+    pyproject_text = _read_text(folder / requirements.PYPROJECT)
+    has_build_system = re.search(r"^\[build-system\]", pyproject_text, re.MULTILINE) is not None
+    is_described = re.search(r"^\[(project|tool\.poetry)\]", pyproject_text, re.MULTILINE) is not None
     has_setup = (folder / "setup.py").is_file() or (folder / "setup.cfg").is_file()
     return has_build_system and (is_described or has_setup)
 
