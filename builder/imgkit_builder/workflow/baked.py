@@ -79,11 +79,11 @@ def system_facts(path: Path) -> SystemFacts | None:
     CheckFailed : the file is damaged, or the system cannot be parsed.
     ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
     """
-    text = unsquash.baked_facts(path).system
-    if not text:
+    system_json = unsquash.baked_facts(path).system
+    if not system_json:
         return None
     try:
-        return system.from_json(text)
+        return system.from_json(system_json)
     except ValueError as error:
         raise CheckFailed(f"its system cannot be read: {error}", where=str(path)) from error
 
@@ -129,12 +129,12 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     # It needs the names of all these files, and the content of the relevant ones.
     collector = BakedFactsCollector()
     # unsquashfs runs twice: the first run lists all names, and the second one reads the relevant files.
-    names = []
+    file_paths = []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files(*patterns):
-            names.append(file.path)
+            file_paths.append(file.path)
             collector.add_name(file.path)
-    for name, data in unsquash.read(path, filter(collector.is_relevant, names)).items():
+    for name, data in unsquash.read(path, filter(collector.is_relevant, file_paths)).items():
         collector.add(name, data)
     return collector.facts(search_path).distributions or ()
 

@@ -189,14 +189,14 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
     """
     # The base in the recipe's lock, or that of --base. None if there is neither.
     override = _choose_base_name(recipe, request)
-    name = override or recipe.image.base
-    report.stage(f"base {name}")
+    base_name = override or recipe.image.base
+    report.stage(f"base {base_name}")
     base = engines.resolve_base(
         engine, recipe, override=override, platform=request.platform, pull=request.pull, report=report
     )
     _check_base(recipe, base)  # before any program runs in the base
     # A sentence that says why the image seems to be for AMD GPUs. Empty if it does not.
-    evidence = bases.amd_image_evidence(name, base.env)
+    evidence = bases.amd_image_evidence(base_name, base.env)
     if evidence:
         report.note(f"warning: {bases.amd_warning(evidence)[0]}")
     probe = engines.probe(engine, base)

@@ -208,11 +208,11 @@ def _refuse_converted(path: Path) -> None:
 @contextlib.contextmanager
 def engine_image(image: str) -> Iterator[EngineImage]:
     """Yield the image called `image` in Docker or Podman, and close the connection at the end."""
-    name = image_name(image)
+    engine_name = image_name(image)
     try:
         connection = engine.connect()
     except ToolMissing as error:
         hint = f"{error.hint}\nwithout Docker, give the archive: imgkit sif {name_stem(image)}.tar"
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with connection as connected_engine:
-        yield engine.local_image(connected_engine, name)
+        yield engine.local_image(connected_engine, engine_name)

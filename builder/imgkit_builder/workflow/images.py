@@ -145,15 +145,15 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     With `host`, the shell shares this machine's home folder and network. If `workdir` is empty, it starts in
     the folder that the recipe sets.
     """
-    name = image_name(target)
+    engine_name = image_name(target)
     with engines.connect() as engine:
-        engines.inspect(engine, name)  # raises an error if there is no such image
+        engines.inspect(engine, engine_name)  # raises an error if there is no such image
     # The facts about the engine stay known after its connection is closed.
     argv = engines.shell_argv(
-        name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
+        engine_name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
     )
     description = _SHARED_DESCRIPTION if host else f"a shell runs in the image: {_NOTHING_SHARED}"
-    return ShellCommand(argv=tuple(argv), description=description, image=name)
+    return ShellCommand(argv=tuple(argv), description=description, image=engine_name)
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
