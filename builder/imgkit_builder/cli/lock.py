@@ -132,8 +132,8 @@ def _update_lock(
             where=str(file.parent),
             hint="copy the recipe to your own folder, or only look: --dry-run",
         )
-    values = secret_values.read_secrets(recipe)
-    secrets_at = recipe.where("image", "secrets") if values.options else ""
+    secrets = secret_values.read_secrets(recipe)
+    secrets_at = recipe.where("image", "secrets") if secrets.options else ""
     with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
         builder = engines.choose(engine.facts(), source.builder, secrets_at=secrets_at)
         report.stage(f"base {request.base}")
@@ -154,8 +154,8 @@ def _update_lock(
         new = resolve_packages(
             engine,
             resolution,
-            builder=dataclasses.replace(builder, options=values.options),
-            values=values,
+            builder=dataclasses.replace(builder, options=secrets.options),
+            values=secrets,
             folder=Path(folder),
             report=report,
         )
@@ -226,5 +226,5 @@ def _check_lock(recipe: Recipe, *, base: str | None, platform: str | None, as_js
         reason = str(error)
         print_result({**data, "current": False, "why": reason}, *reason.split("\n"), as_json=as_json)
         raise typer.Exit(EXIT_NO) from None
-    text = f"{file} fits the recipe on {target}"
-    print_result({**data, "current": True, "why": None}, text, as_json=as_json)
+    summary = f"{file} fits the recipe on {target}"
+    print_result({**data, "current": True, "why": None}, summary, as_json=as_json)

@@ -190,17 +190,17 @@ def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> 
 
     If a job has begun to use a folder in the meantime, the folder is kept and its line says ``in use``.
     """
-    lines = []
+    folder_lines = []
     removed_bytes = 0
     for folder in unused.folders:
         verdict = "in use   "  # a job has begun to use the folder in the meantime
         if folder.path in removed_paths:
             verdict = "removed  "
             removed_bytes += folder.size_bytes
-        lines.append(verdict + _format_folder(folder))
+        folder_lines.append(verdict + _format_folder(folder))
     # `unused.used` is the number of folders that jobs used when the list was made.
-    remaining = unused.used + len(lines) - len(removed_paths)
-    return [*lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining} stay"]
+    remaining = unused.used + len(folder_lines) - len(removed_paths)
+    return [*folder_lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining} stay"]
 
 
 def _format_folder(folder: collector.StoredFolder) -> str:

@@ -33,8 +33,8 @@ def verb_runs(
     """
     jobs = [job_status.with_cancellation(record) for record in records.list_records()[:limit]]
     data = {"runs": [job_data(record) for record in jobs]}
-    lines = jobs_table(jobs) if jobs else ("no runs yet; imgkit run starts one",)
-    print_result(data, *lines, as_json=as_json)
+    table_lines = jobs_table(jobs) if jobs else ("no runs yet; imgkit run starts one",)
+    print_result(data, *table_lines, as_json=as_json)
 
 
 def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
