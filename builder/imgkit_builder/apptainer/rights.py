@@ -64,8 +64,8 @@ class Rights:
 def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     """Return how the runtime would run the steps for the user `uid`, by default the current user.
 
-    Only files below `root` are read. Starting a container to find out would take seconds, and a failure would
-    show the message of the runtime instead of ours.
+    Only files below `root` are read, which replaces ``/`` in tests. Starting a container to find out would
+    take seconds, and a failure would show the message of the runtime instead of ours.
     """
     uid = os.getuid() if uid is None else uid
     if uid == 0:
