@@ -278,7 +278,7 @@ def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
     else:
         yield _check_scratch(machine, scratch, current, sif_bytes)
-        # The check above has already covered the current folder.
+        # The check above has already covered the current folder. For a build, more space is needed here.
         if scratch == current and purpose != "build":
             return
     yield _check_space("disk here", current, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
