@@ -87,7 +87,8 @@ class Inventory:
 def debian_packages(text: str) -> Iterator[Package | str]:
     """Yield the installed packages in `text`, which is dpkg's list or one paragraph of it.
 
-    For an entry that is not a valid package, yield a text such as ``entry 7 is not a package``.
+    For an entry that is not a valid package, yield a text such as ``entry 7 is not a package``. The inventory
+    lists it under what was left out.
     """
     paragraphs = [paragraph for paragraph in _PARAGRAPH_END.split(text.strip()) if paragraph]
     for entry_number, paragraph in enumerate(paragraphs, 1):
