@@ -82,6 +82,7 @@ def resolve_apt(packages: list[str], settings: dict[str, Any]) -> None:
     ------
     CalledProcessError : apt failed.
     """
+    # apt must ask no questions, and print English messages, in which imgkit looks for the cause of a failure.
     os.environ.update(DEBIAN_FRONTEND="noninteractive", LC_ALL="C")
     keep_files = settings["keep_files"]
     # Without this option, apt continues with incomplete lists if an archive does not answer.

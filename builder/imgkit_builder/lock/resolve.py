@@ -346,7 +346,10 @@ def write_lock(
 
 
 def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> None:
-    """Copy the package files of `locked` from `new_files` to `folder`. Skip files that are not there."""
+    """Copy the package files of `locked` from `new_files` to `folder`. Skip files that are not there.
+
+    A wheel that was stored with the old lock may be in `folder` already.
+    """
     folder.mkdir(exist_ok=True)
     for name in sorted(locked.digests):
         source = new_files / name
