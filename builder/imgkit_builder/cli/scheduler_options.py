@@ -280,7 +280,10 @@ def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
 
 
 def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> Iterator[Answer]:
-    """Yield each option that a row describes, with the first such row. Other options are left out."""
+    """Yield each option that a row describes, with the first such row. Other options are left out.
+
+    `rows` is the table of one scheduler. A row that needs a special value comes before the general one.
+    """
     for option in typed_options:
         for row in rows:
             match = _match_option(row, option)
