@@ -357,7 +357,7 @@ def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
 
     Such a base existed only in the engine of the machine on which the lock was made.
     """
-    # Without --base-from, the runtime pulls the base from its registry. Otherwise the base is on this machine.
+    # Without --base-from, the runtime pulls the base from its registry. Otherwise it is on this machine.
     is_pulled = request.base_from in (None, "registry")
     if is_pulled and recipe.lock and not recipe.lock.base.digest:
         raise UsageError(
