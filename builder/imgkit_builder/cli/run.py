@@ -305,8 +305,8 @@ def _local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
 def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport, recipe: str) -> None:
     """Print on stderr which job will be submitted and where, because building and sending can take minutes.
 
-    Nothing is printed for a command that runs in this terminal. The scheduler's command is looked up here, so
-    that a missing one is reported before those minutes.
+    Nothing is printed for a command that runs in this terminal. If this machine submits the job, the
+    scheduler's command is looked up first, so that a missing one is reported before those minutes.
 
     Parameters
     ----------
