@@ -131,8 +131,8 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         job = ConversionJob(
             tool=tool, options=options, compression=compression, work=work, clock=clock, log=log
         )
-        base = _stage_base(base, job)
-        build_plan = _plan_build(request, base, pack, clock)
+        base = _place_base(base, job)
+        build_plan = _make_build_plan(request, base, pack, clock)
         clock.stage("unpack the context")
         folder = work.folder / "build"
         links = definition.links_script(build_plan.context.unpack(folder))
@@ -161,7 +161,7 @@ def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[Build
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
     new_sif = files.temporary_name(request.target.absolute(), "TOKEN")
     argv = (str(tool.path), *runtime_build.build_arguments(tool, compression, new_sif, f"../{_DEFINITION}"))
-    return _plan_build(request, base, pack, report), shlex.join(argv)
+    return _make_build_plan(request, base, pack, report), shlex.join(argv)
 
 
 def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
@@ -180,8 +180,11 @@ def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
     return tool, compression
 
 
-def _plan_build(request: SifRequest, base: DefinitionBase, pack: Pack, report: Reporter) -> BuildPlan:
-    """Pack the build context with `pack`, and render the definition for the given base."""
+def _make_build_plan(request: SifRequest, base: DefinitionBase, pack: Pack, report: Reporter) -> BuildPlan:
+    """Pack the build context with `pack`, and render the definition for the given base.
+
+    The build context is the files that the build gets. The definition is the build script of the runtime.
+    """
     report.stage("context")
     context = pack(base.image)
     labels = manifests.labels(
@@ -190,11 +193,11 @@ def _plan_build(request: SifRequest, base: DefinitionBase, pack: Pack, report: R
         created=manifests.time_of_build(),
         locked=context.is_locked,
     )
-    text = definition.render_definition(request.recipe, base, labels)
-    return BuildPlan(context=context, definition=text, labels=labels)
+    definition_text = definition.render_definition(request.recipe, base, labels)
+    return BuildPlan(context=context, definition=definition_text, labels=labels)
 
 
-def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
+def _place_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
     """Check a base that is a file on this machine, and put it where the definition expects it.
 
     A .sif is linked, and an archive or OCI folder is unpacked to an OCI folder. Unpacking an archive reads
@@ -205,9 +208,9 @@ def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
     ------
     CheckFailed : the content of the base does not match its digests.
     """
-    folder = job.work.folder / "build"
+    folder = job.work.folder / "build"  # the runtime starts here, so paths in the definition begin here
     folder.mkdir()
-    if isinstance(base.source, Path):
+    if isinstance(base.source, Path):  # a .sif
         job.clock.stage(f"check {base.source.name}")
         sif_image.refuse_damaged(base.source)
         # The base is linked and not copied, because it may have many GB. The name of the link is fixed in the
@@ -217,8 +220,10 @@ def _stage_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
         limit = job.options.unpack_limit_bytes
         with entries.open_source(base.source, job.work.folder, job.clock, unpack_limit_bytes=limit) as image:
             layout = runtime_build.write_oci_folder(image, job)
+        # Both folders are in the same temporary folder, so nothing is copied.
         layout.folder.rename(folder / definition.FOLDER)
         if isinstance(base.source, Archive):
+            # This also refuses an image for another platform, which was unknown if the archive is compressed.
             return definition.identify_base(base.source, layout.config, layout.names)
     return base
 
@@ -229,7 +234,11 @@ def _finish_sif(
     """Complete the .sif that the runtime has built, and move it to the target.
 
     The file is checked and gets imgkit's record. Then it must pass the smoke test, unless the test is
-    switched off.
+    switched off. If it fails, the target is left as it was.
+
+    Parameters
+    ----------
+    job : the running build, with its temporary folder (`work`), its log and the clock that times its stages.
 
     Raises
     ------
@@ -241,13 +250,15 @@ def _finish_sif(
     clock.stage("check")
     sif = sif_image.check_structure(new_sif)
     labels = {name: str(value) for name, value in (check.read_labels(sif) or {}).items()}
+    # Empty labels only replace those of the base, and are not compared.
     expected_labels = {name: value for name, value in planned.labels.items() if value}
     check.compare_labels(labels, expected_labels, new_sif)
     record = _write_record(request, new_sif, sif, labels, job)
-    results = _run_smoke_test(new_sif, sif.arch, job, tool) if request.options.test else ()
+    test_results = _run_smoke_test(new_sif, sif.arch, job, tool) if request.options.test else ()
+    # The target appears only now, under its name and complete.
     clock.stage("make durable")
     files.publish_file(new_sif, target)
-    clock.finish()
+    clock.finish()  # before its stages are read
     return BuiltSif(
         path=target,
         size_bytes=target.stat().st_size,
@@ -255,7 +266,7 @@ def _finish_sif(
         base=base.image,
         record=record,
         labels=labels,
-        checks=results,
+        checks=test_results,
         stages=tuple(clock.stages),
         log=Path(job.log.name),
     )
@@ -266,12 +277,13 @@ def _write_record(
 ) -> ImgkitRecord:
     """Add two objects to the .sif `new_sif`: a configuration and imgkit's record. Return the record.
 
-    The digest of the configuration becomes the id of the image.
+    The digest of the configuration becomes the id of the image. The record says how the .sif was made, and
+    has the digest of its files, with which ``imgkit verify`` compares them.
     """
     # A definition does not make layers, and there is no configuration of an engine. So imgkit writes a
     # configuration in the OCI format, with the root partition as its only layer (ADR 14).
-    root = sif_image.root_sha256(new_sif, advance=job.clock.advance)
-    diff_id = f"sha256:{root}"
+    root_sha256 = sif_image.root_sha256(new_sif, advance=job.clock.advance)
+    diff_id = f"sha256:{root_sha256}"
     config = {
         "architecture": sif.arch,
         "os": "linux",
@@ -279,13 +291,16 @@ def _write_record(
         "config": {"Labels": dict(sorted(labels.items()))},
         "rootfs": {"type": "squashfs", "diff_ids": [diff_id]},
     }
-    raw = json.dumps(config, indent=1, sort_keys=True).encode()
+    config_json = json.dumps(config, indent=1, sort_keys=True).encode()
+    # Objects of the same group belong to the same image in the .sif.
     group = sif.require_root().group
-    objects.add_object(new_sif, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=raw))
+    objects.add_object(
+        new_sif, NewObject(datatype=DataType.JSON, name=_CONFIG_OBJECT, group=group, data=config_json)
+    )
     record = ImgkitRecord(
-        image_id=f"sha256:{hashlib.sha256(raw).hexdigest()}",
+        image_id=f"sha256:{hashlib.sha256(config_json).hexdigest()}",
         diff_ids=(diff_id,),
-        root_sha256=root,
+        root_sha256=root_sha256,
         runtime=str(job.tool),
         compression=str(job.compression),
         route=_ROUTE,
@@ -306,14 +321,14 @@ def _run_smoke_test(new_sif: Path, arch: str, job: ConversionJob, tool: RuntimeT
     job.clock.stage("smoke test")
     isolation = runtime.isolation(tool)
     job.clock.note(isolation.description("python3"))
-    results = smoke.check_image(
+    test_results = smoke.check_image(
         lambda argv: runtime.attempt(tool, runtime.exec_arguments(new_sif, argv, isolation)),
         arch=arch,
-        manifest=None,
+        manifest=None,  # the versions are compared with the manifest in the image itself
     )
-    if not checks.passed(results):
+    if not checks.passed(test_results):
         raise CheckFailed(
             "the .sif was built, but its smoke test failed; an older file stays as it is",
-            hint="\n".join(checks.table(results)) + "\nto keep it anyway: --no-test",
+            hint="\n".join(checks.table(test_results)) + "\nto keep it anyway: --no-test",
         )
-    return results
+    return test_results

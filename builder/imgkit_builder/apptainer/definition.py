@@ -37,7 +37,7 @@ _ENVIRONMENT = ("10-docker2singularity.sh", "90-environment.sh", "91-environment
 
 # The end of a program that runs in the base. The beginning comes from `inside.probe_argv`. It inspects the
 # base, and stores the result in the variable `seen`.
-_FILL = """
+_FILL_PROGRAM = """
 path = "{manifest}"
 with open(path, encoding="utf-8") as stream:
     manifest = json.load(stream)
@@ -61,7 +61,7 @@ def look_program() -> str:
 
     The first step of the definition runs it in the base.
     """
-    return inside.probe_argv()[-1] + _FILL.format(
+    return inside.probe_argv()[-1] + _FILL_PROGRAM.format(
         manifest=f"{INSIDE}/manifest.json",
         files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
         own=("OLDPWD", "PWD", "SHLVL", "_"),
@@ -74,10 +74,10 @@ def links_script(links: Mapping[str, str]) -> str:
     The context's folder does not contain these links, because the runtime follows links when it copies files
     into the image.
     """
-    lines = ["set -e"]
+    script_lines = ["set -e"]
     for name, link_target in links.items():
-        lines.append(shlex.join(("ln", "-s", "--", link_target, f"{INSIDE}/{name}")))
-    return "\n".join(lines) + "\n"
+        script_lines.append(shlex.join(("ln", "-s", "--", link_target, f"{INSIDE}/{name}")))
+    return "\n".join(script_lines) + "\n"
 
 
 def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str, str]) -> str:
@@ -92,6 +92,8 @@ def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str,
     look = ContextFile(context_path=LOOK, path=f"{INSIDE}/look.py")
     links = ContextFile(context_path=LINKS, path=f"{INSIDE}/links.sh")
     # Both steps run before the steps of the recipe. The second step also removes both files from the image.
+    # The first step adds facts about the base to the manifest. The image also works without them, so a
+    # failure must not end the build ("|| :").
     inspect = f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi"
     steps = (
         Step(origin="imgkit: inspect the base", command=inspect),
@@ -101,10 +103,10 @@ def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str,
         ),
     )
     # A line in the section %labels has the form NAME VALUE, so a value must not contain line breaks.
-    rows = {key: " ".join(value.split()) for key, value in labels.items()}
+    one_line_labels = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.render_build_definition(
         recipe,
-        Additions(files=(look, links), steps=steps, labels=rows),
+        Additions(files=(look, links), steps=steps, labels=one_line_labels),
         base=base.image.name,
         platform=base.image.platform,
         bootstrap=base.bootstrap,
@@ -244,18 +246,22 @@ def _describe_base(config: ImageConfig, names: tuple[str, ...], path: Path) -> B
         name=names[0] if names else path.name,
         id=config.image_id,
         platform=f"{config.os or 'linux'}/{config.arch}",
+        # A stand-in is a small base without NVIDIA's software, for tests.
         standin=STANDIN_LABEL in config.labels,
         env={name: value or "" for name, value in config.env},
     )
 
 
 def _read_sif(path: Path) -> DefinitionBase:
-    """Return the base in the .sif `path`."""
+    """Return the base in the .sif `path`.
+
+    If imgkit made the file, the base gets the name that is in its record, otherwise the name of the file.
+    """
     sif = sif_image.read(path)
-    name = sif.record.source if sif.record else ""
+    recorded_name = sif.record.source if sif.record else ""
     image_id, _ = sif_image.identify(path, sif)
     image = BaseImage(
-        name=name or path.name,
+        name=recorded_name or path.name,
         id=image_id,
         platform=f"linux/{sif.arch}",
         standin=STANDIN_LABEL in (check.read_labels(sif) or {}),

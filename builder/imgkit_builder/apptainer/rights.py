@@ -64,11 +64,12 @@ class Rights:
 def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     """Return how the runtime would run the steps for the user `uid`, by default the current user.
 
-    Only files below `root` are read. Starting a container to find out would take seconds, and a failure would
-    show the message of the runtime instead of ours.
+    Only files below `root` are read, which replaces ``/`` in tests. Starting a container to find out would
+    take seconds, and a failure would show the message of the runtime instead of ours.
     """
     uid = os.getuid() if uid is None else uid
     if uid == 0:
+        # In a container, root may lack capabilities that a build needs.
         if _has_all_capabilities(root):
             return Rights(way="as root")
         return Rights(
@@ -87,6 +88,7 @@ def inspect_rights(*, root: Path = Path("/"), uid: int | None = None) -> Rights:
     if has_ranges and shutil.which("newuidmap"):
         return Rights(way="as root of a user namespace, with the users of /etc/subuid")
     way = "as root of a user namespace with one user"
+    # fakeroot only pretends to change owners, but then programs such as apt do not fail.
     if shutil.which("fakeroot"):
         way = "as root of a user namespace, with the program fakeroot"
     return Rights(
@@ -118,12 +120,12 @@ def _has_range(file: Path, uid: int) -> bool:
 
     A range can be listed under the number or the name of the user.
     """
-    names = [str(uid)]
+    user_spellings = [str(uid)]
     with contextlib.suppress(KeyError):  # the user has no name on this machine
-        names.append(pwd.getpwuid(uid).pw_name)
+        user_spellings.append(pwd.getpwuid(uid).pw_name)
     for line in read_small_file(file).splitlines():
         owner, _, _ = line.partition(":")  # "me:100000:65536"
-        if owner in names:
+        if owner in user_spellings:
             return True
     return False
 

@@ -51,7 +51,7 @@ _FLUSH_EVERY_S = 1.0
 # hold an earlier time, and a user may pack files of the image into a wheel.
 MTIME_S = 315532800
 
-_END = struct.Struct("<Q8s")
+_TRAILER_END = struct.Struct("<Q8s")
 """The last 16 bytes of a file with a trailer: the length of the trailer's text, and 8 bytes that name the
 kind of text (the magic bytes).
 """
@@ -64,7 +64,7 @@ def make_trailer(text: bytes, magic: bytes) -> bytes:
 
     The trailer consists of `text`, its length as 8 bytes, and `magic`, 8 bytes that name the kind of text.
     """
-    return text + _END.pack(len(text), magic)
+    return text + _TRAILER_END.pack(len(text), magic)
 
 
 def has_trailer(stream: BinaryIO, magic: bytes) -> bool:
@@ -80,16 +80,17 @@ def read_trailer(stream: BinaryIO, start: int, size_bytes: int, magic: bytes) ->
     begin at byte `start`. The result is None if this part does not end with `magic`, or if the recorded
     length cannot be right because it is 0, over 1 MB or larger than the part.
     """
-    stream.seek(max(start + size_bytes - _END.size, 0))
-    end = stream.read(_END.size)
-    if len(end) < _END.size:
+    # `_TRAILER_END` is the format of the last bytes: the length of the text, and the magic.
+    stream.seek(max(start + size_bytes - _TRAILER_END.size, 0))
+    end = stream.read(_TRAILER_END.size)
+    if len(end) < _TRAILER_END.size:
         return None
-    length, actual_magic = _END.unpack(end)
-    max_length = min(_MAX_DESCRIPTION_BYTES, size_bytes - _END.size)
+    length, actual_magic = _TRAILER_END.unpack(end)
+    max_length = min(_MAX_DESCRIPTION_BYTES, size_bytes - _TRAILER_END.size)
     # The length comes from the file, so it is not trusted before it is checked.
     if actual_magic != magic or not 0 < length <= max_length:
         return None
-    stream.seek(start + size_bytes - _END.size - length)
+    stream.seek(start + size_bytes - _TRAILER_END.size - length)
     return stream.read(length)
 
 
@@ -109,15 +110,15 @@ def start_sha256(
 ) -> hashlib._Hash:
     """Hash `size_bytes` bytes of `stream` from byte `start` on, and return the hashlib object.
 
-    Unlike the text that `sha256` returns, this object can be updated with further bytes. `advance` is called
-    as in `sha256`.
+    Unlike the text that `sha256` returns, this object can be updated with further bytes. After each chunk,
+    `advance` is called with the number of bytes done so far and `size_bytes`.
     """
     digest = hashlib.sha256()
     position = 0
     stream.seek(start)
     while position < size_bytes:
         chunk = stream.read(min(CHUNK_BYTES, size_bytes - position))
-        if not chunk:
+        if not chunk:  # the stream is shorter than `size_bytes`
             break
         digest.update(chunk)
         position += len(chunk)
@@ -221,13 +222,14 @@ def flush_in_background(path: Path) -> Iterator[None]:
             except FileNotFoundError:
                 continue  # the block has not created it yet
             except OSError as error:
-                errors.append(error)
+                errors.append(error)  # raised below, in the thread of the caller
 
     thread = threading.Thread(target=flush, daemon=True)
     thread.start()
     try:
         yield
     finally:
+        # After this, the thread no longer writes to `errors`.
         ended.set()
         thread.join()
     if errors:

@@ -98,25 +98,25 @@ def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
 
     Fields without a help text are not flags.
     """
-    types = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
+    type_by_field = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     flags: list[Flag] = []
-    for item in dataclasses.fields(owner):
-        metadata = dict(item.metadata)
-        if _NESTED in metadata:
+    for field_of_owner in dataclasses.fields(owner):
+        metadata = dict(field_of_owner.metadata)
+        if _NESTED in metadata:  # `part` made this field, which holds a nested request
             for flag in declared_options(metadata[_NESTED]):
                 group = metadata["group"] or flag.group
-                flags.append(dataclasses.replace(flag, nested_in=item.name, group=group))
+                flags.append(dataclasses.replace(flag, nested_in=field_of_owner.name, group=group))
         elif "help" in metadata:
             # The field stop_before is the flag --stop-before.
-            names = metadata.pop("names") or (f"--{item.name.replace('_', '-')}",)
-            flag_type = types[item.name]
+            names = metadata.pop("names") or (f"--{field_of_owner.name.replace('_', '-')}",)
+            flag_type = type_by_field[field_of_owner.name]
             flags.append(
                 Flag(
-                    field=item.name,
+                    field=field_of_owner.name,
                     nested_in="",
                     names=names,
                     type=flag_type,
-                    default=item.default,
+                    default=field_of_owner.default,
                     **metadata,
                 )
             )
@@ -125,11 +125,11 @@ def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
 
 def flags_in(request: Any) -> tuple[str, ...]:
     """Return the first names of the flags whose values in `request` differ from their defaults."""
-    names = []
+    changed_flags = []
     for declared_flag in declared_options(type(request)):
         if declared_flag.value(request) != declared_flag.default:
-            names.append(declared_flag.names[0])
-    return tuple(names)
+            changed_flags.append(declared_flag.names[0])
+    return tuple(changed_flags)
 
 
 def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
@@ -144,18 +144,18 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
     """
     argv: list[str] = []
     for declared_flag in declared_options(kind):
-        value = declared_flag.value(request)
-        name = declared_flag.names[0]
-        if value == declared_flag.default:
+        flag_value = declared_flag.value(request)
+        flag_name = declared_flag.names[0]
+        if flag_value == declared_flag.default:
             continue
-        if isinstance(value, bool):
+        if isinstance(flag_value, bool):
             # A flag without a value. Its value differs from the default, so the flag was given.
-            argv.append(name)
-        elif isinstance(value, tuple):
-            for item in value:
-                argv += (name, item)
+            argv.append(flag_name)
+        elif isinstance(flag_value, tuple):  # the flag can be given several times
+            for item in flag_value:
+                argv += (flag_name, item)
         else:
-            argv += (name, str(value))
+            argv += (flag_name, str(flag_value))
     return tuple(argv)
 
 
@@ -172,13 +172,16 @@ def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
     remaining = dict(values)
     changes: dict[str, Any] = {}
     dataclass_value: Any = request  # mypy has no type that means "any dataclass"
-    for item in dataclasses.fields(dataclass_value):
-        if item.name in remaining:
-            changes[item.name] = remaining.pop(item.name)
-        elif _NESTED in item.metadata:
-            names = [nested_item.name for nested_item in dataclasses.fields(item.metadata[_NESTED])]
-            nested_changes = {name: remaining.pop(name) for name in names if name in remaining}
-            changes[item.name] = dataclasses.replace(getattr(request, item.name), **nested_changes)
+    for own_field in dataclasses.fields(dataclass_value):
+        if own_field.name in remaining:
+            changes[own_field.name] = remaining.pop(own_field.name)
+        elif _NESTED in own_field.metadata:  # `part` made this field, which holds a nested request
+            nested_names = [
+                nested_item.name for nested_item in dataclasses.fields(own_field.metadata[_NESTED])
+            ]
+            nested_changes = {name: remaining.pop(name) for name in nested_names if name in remaining}
+            changes[own_field.name] = dataclasses.replace(getattr(request, own_field.name), **nested_changes)
+    # Each name that belongs to a field has been removed.
     if remaining:
         raise TypeError(f"{type(request).__name__} has no field {next(iter(remaining))!r}")
     changed_request: Value = dataclasses.replace(dataclass_value, **changes)

@@ -47,7 +47,7 @@ _CHUNK_BYTES = 1 << 16
 # found".
 _ERROR = re.compile(r"\b(ERROR|FATAL)\b")
 # Progress bars and percentages, which an error message does not quote.
-_PROGRESS = re.compile(
+_PROGRESS_LINE = re.compile(
     r"[^A-Za-z]*\d ?%(?!.*[A-Za-z]{5}).*"  # "32,768  16%  31.25MB/s", " 45%|##  | 45/100 [00:03<00:04]"
     r"|.*[=#]{3}.*\d ?%.*|.*\d ?%.*[=#]{3}.*"  # "blob 3a5f [====>---] 31 % 5s"
     r"|.*[━█▓]{3}.*"  # pip's, without a percentage
@@ -70,7 +70,7 @@ Without these options, git could lock the index to refresh it. It would also run
 # keeps the request across exec. If imgkit ended before the request was made, getppid returns another pid, and
 # the program exits. Python ignores SIGPIPE and SIGXFSZ. The other program would inherit this, so both are
 # reset.
-_BOUND = """
+_BINDING_PROGRAM = """
 import os, sys
 from _signal import SIG_DFL, SIGKILL, SIGPIPE, SIGXFSZ, signal
 try:
@@ -147,8 +147,8 @@ def first_line(output: bytes) -> str:
 
     Long lines are cut so that they fit into an error message.
     """
-    text = output[:_CHUNK_BYTES].decode(errors="replace").strip()
-    line = text.partition("\n")[0].strip()
+    beginning = output[:_CHUNK_BYTES].decode(errors="replace").strip()
+    line = beginning.partition("\n")[0].strip()
     return line[:_SHOWN_CHARACTERS] or "(nothing)"
 
 
@@ -162,13 +162,14 @@ def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
     lines: list[str] = []
     error_indices = []  # indices in `lines`
     for line in output.split("\n"):
-        _, _, text = line.rstrip().rpartition("\r")
-        is_error = _ERROR.search(text) is not None
+        _, _, visible_text = line.rstrip().rpartition("\r")
+        is_error = _ERROR.search(visible_text) is not None
         if is_error:
             error_indices.append(len(lines))
-        if is_error or (text and not _is_progress(text)):
-            lines.append(text)
+        if is_error or (visible_text and not _is_progress(visible_text)):
+            lines.append(visible_text)
     quoted_indices = set(error_indices[-(limit // 2) :])
+    # Fill up with lines from the end. A line that is quoted already does not count twice, as this is a set.
     for index in reversed(range(len(lines))):
         if len(quoted_indices) == limit:
             break
@@ -179,7 +180,7 @@ def last_lines(output: str, limit: int = TAIL_LINES) -> list[str]:
 def _is_progress(line: str) -> bool:
     """Return whether `line` is a progress bar or a percentage."""
     # A longer line is never a progress bar, and the regular expression could take very long on it.
-    return len(line) <= _SHOWN_CHARACTERS and _PROGRESS.fullmatch(line) is not None
+    return len(line) <= _SHOWN_CHARACTERS and _PROGRESS_LINE.fullmatch(line) is not None
 
 
 def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
@@ -188,15 +189,15 @@ def quote_output(message: str, output: str, hint: str = "") -> tuple[str, str]:
     A single line of output is appended to the message: ``"sbatch failed: Invalid account"``. Several lines
     are put before the hint.
     """
-    lines = last_lines(output)
-    if not lines:
+    quoted_lines = last_lines(output)
+    if not quoted_lines:
         return message, hint
-    if len(lines) == 1:
-        return f"{message}: {lines[0]}", hint
-    lines.insert(0, "its last lines:")
+    if len(quoted_lines) == 1:
+        return f"{message}: {quoted_lines[0]}", hint
+    quoted_lines.insert(0, "its last lines:")
     if hint:
-        lines.append(hint)
-    return message, "\n".join(lines)
+        quoted_lines.append(hint)
+    return message, "\n".join(quoted_lines)
 
 
 _KILL_CODES = (-signal.SIGKILL, -signal.SIGXCPU, 128 + signal.SIGKILL, 128 + signal.SIGXCPU)
@@ -262,11 +263,13 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
         stderr = subprocess.STDOUT if stdout else subprocess.PIPE  # one pipe keeps the order of both
     with subprocess.Popen(list(argv), stdout=stdout, stderr=stderr) as program:
         if until is not None:
+            # This thread waits for `program` at the same time as the main thread, which copies its output.
             threading.Thread(target=_terminate_when, args=(program, until), daemon=True).start()
         try:
             pipe = program.stdout or program.stderr
             if pipe is not None:
                 copy_output = terminal.output_copier(to_err=stdout is None)
+                # os.read returns what has arrived. `pipe.read` would wait until the buffer is full.
                 for chunk in iter(lambda: os.read(pipe.fileno(), PIPE_BYTES), b""):
                     copy_output(chunk)
             code = program.wait()
@@ -274,7 +277,7 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
             # The terminal sends Ctrl-C to the program as well, so the program ends by itself.
             return INTERRUPTED
     if until is not None and code == -signal.SIGTERM:
-        return 0
+        return 0  # `_terminate_when` has sent this signal, so the end was expected
     return code
 
 
@@ -282,21 +285,22 @@ def _terminate_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool
     """Terminate `program` once `is_over` returns True. Do nothing if the program ends before that.
 
     `is_over` usually asks a scheduler whether a job has ended. It is called after 1, 2, 4, 7 and 12 seconds,
-    and then every 10 seconds, so that the scheduler is not asked too often.
+    and then every 10 seconds, so that the scheduler is not asked too often. `run_attached` calls this in a
+    thread of its own.
     """
     for pause_s in itertools.chain((1.0, 1.0, 2.0, 3.0, 5.0), itertools.repeat(10.0)):
-        if _has_ended(program, pause_s):
+        if _ends_within(program, pause_s):
             return
         # If the scheduler does not answer now, it may answer the next time.
         with contextlib.suppress(ImgkitError):
             if is_over():
                 break
     # `program` may be tail, which looks for new lines once a second. It gets time to print the last ones.
-    if not _has_ended(program, 2.0):
+    if not _ends_within(program, 2.0):
         program.terminate()
 
 
-def _has_ended(program: subprocess.Popen[bytes], timeout_s: float) -> bool:
+def _ends_within(program: subprocess.Popen[bytes], timeout_s: float) -> bool:
     """Wait at most `timeout_s` seconds for `program` to end. Return whether it has ended."""
     try:
         program.wait(timeout_s)
@@ -336,7 +340,7 @@ def bound_to_parent(argv: Sequence[str]) -> list[str]:
     if sys.platform != "linux" or not os.access(sys.executable, os.X_OK):
         return list(argv)
     # -I and -S make Python start faster, and without code from the environment or from site-packages.
-    return [sys.executable, "-I", "-S", "-c", _BOUND, str(os.getpid()), *argv]
+    return [sys.executable, "-I", "-S", "-c", _BINDING_PROGRAM, str(os.getpid()), *argv]
 
 
 def run(
@@ -406,13 +410,13 @@ def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
     ------
     TooLong : the output is longer than `MOST_BYTES`. The generator is closed, which kills the program.
     """
-    text = bytearray()
+    answer = bytearray()
     with contextlib.closing(output):
         for chunk in output:
-            text += chunk
-            if len(text) > MOST_BYTES:
-                raise TooLong(program, bytes(text))
-    return bytes(text)
+            answer += chunk
+            if len(answer) > MOST_BYTES:
+                raise TooLong(program, bytes(answer))
+    return bytes(answer)
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
@@ -454,6 +458,7 @@ def filter_through(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, cwd=cwd
     ) as program:
         try:
+            # The value of `pump_pipes` is the end of the program's standard error.
             errors = yield from pump_pipes(program, iter(chunks), hold=hold, name=argv[0])
         finally:
             # This also runs after an error and when the caller stops reading. It does nothing to a program

@@ -44,7 +44,7 @@ def verb_add(
     """
     request = dataclasses.replace(options, requirements=tuple(packages or ()))
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
-        added = add.add(request, report, machine=_remote_machine(on))
+        added = add.add(request, report, machine=_connect_to_machine(on))
     names = ", ".join(f"{package.name} {package.version}" for package in added.record.packages)
     state = "  up to date" if added.up_to_date else ""
     on_flag = f" --on {on}" if on else ""
@@ -64,10 +64,11 @@ def verb_add(
     print_result(data, *lines, as_json=as_json)
 
 
-def _remote_machine(name: str) -> ImageMachine | None:
+def _connect_to_machine(name: str) -> ImageMachine | None:
     """Return the remote `name` as the machine on which pip runs in the image, or None for this machine.
 
-    On a remote, the image is started with the singularity or apptainer of the remote's recipe.
+    On a remote, the image is started with the singularity or apptainer of the remote's recipe. This function
+    also opens the connection to the remote.
     """
     if name in ("", HERE):
         return None
@@ -78,7 +79,7 @@ def _remote_machine(name: str) -> ImageMachine | None:
     remote = config.get_remote(name)
     runtime = targets.load_target(remote.recipe).system.runtime if remote.recipe else None
     remote_connection = connection.connect(remote, ask=may_ask())
-    remote_connection.login()
+    remote_connection.login()  # ssh asks for a password now, and not in the middle of a progress bar
     # If the recipe uses another kind of runtime, the default command of singularity is used, without modules.
     default = runtimes.get_runtime("singularity").kind
     if runtime is None or runtime.kind != default:

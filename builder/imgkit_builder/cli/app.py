@@ -134,6 +134,7 @@ def verb_command(name: str, *, quiet: bool = False) -> Any:
     quiet : do not report plug-ins that cannot be used.
     """
     module = importlib.import_module(f"imgkit_builder.cli.{VERBS[name].module}")
+    # This app has a single verb. It is made only to let typer build the command of the verb.
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback()(_root)  # with a callback, typer returns a group even for a single verb
     # The verb is either a group of verbs, such as `remote`, or a function verb_NAME.
@@ -181,13 +182,13 @@ def main() -> None:
     separator = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     as_json = "--json" in sys.argv[:separator]
     # standalone_mode=False makes typer raise errors instead of printing them, so that all errors look the
-    # same.
+    # same. `_print_error` and `_print_usage_error` exit, so `code` is always set afterwards.
     try:
         code = build_app()(standalone_mode=False)
     except ImgkitError as error:
         _print_error(error, as_json=as_json)
     except OSError as error:
-        _print_error(_system_error(error), as_json=as_json)
+        _print_error(_explain_system_error(error), as_json=as_json)
     except typer.Abort:
         code = INTERRUPTED
     except Exception as error:
@@ -206,7 +207,7 @@ class Interrupted(ImgkitError):
     exit_code = INTERRUPTED
 
 
-def _system_error(error: OSError) -> ToolFailed:
+def _explain_system_error(error: OSError) -> ToolFailed:
     """Return the message for an operating system error that no function has handled, such as a full disk.
 
     The user needs the path and the reason, but no traceback.
@@ -232,14 +233,17 @@ def _print_usage_error(error: Any, *, as_json: bool) -> NoReturn:
     """Print typer's error about a wrong command line, and exit."""
     error.message = terminal.escape_controls(shorten_message(error.message))
     if not as_json:
-        error.show()
+        error.show()  # typer's own form, with the usage of the verb
         sys.exit(error.exit_code)
     command = error.ctx.command_path if error.ctx else "imgkit"
     _print_error(UsageError(error.format_message(), hint=f"see: {command} --help"), as_json=True)
 
 
 def _print_error(error: ImgkitError, *, as_json: bool) -> NoReturn:
-    """Print `error` in the form that `main` describes, and exit with the exit code of the error."""
+    """Print `error` as one message on stderr, and exit with the exit code of the error.
+
+    With `as_json`, print one JSON object on stdout, and one JSON line on stderr, where progress is printed.
+    """
     if as_json:
         # Imported here, because only --json needs it.
         from imgkit_builder.cli.common import error_data, print_result

@@ -135,7 +135,8 @@ def _read_built_file(
 ) -> Parsed | None:
     """Return the parsed file `path` of the image, or None if imgkit did not build the image.
 
-    None is also returned, with a note to the user, if the file cannot be parsed.
+    None is also returned, with a note to the user, if the file cannot be parsed. `parse` raises an error for
+    such a file. The values are for the sidecar, a small file that describes the archive beside it.
     """
     data = engine.read_file(connected, info.ref, path)
     if data is None:
@@ -183,7 +184,8 @@ def _copy_destination(system: SystemFacts | None) -> str:
 def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
     """Return the command that makes the image in `archive` ready to run, such as ``imgkit sif mn5.tar``.
 
-    The image's system decides about the format, and whether a job must do the conversion.
+    The image's system (the cluster that it is for) decides about the format, and whether a job must do the
+    conversion. A runtime that starts neither a .sif nor a .sqsh gets ``docker load``.
     """
     argv = ["imgkit", "sif", archive]
     if system is None:

@@ -122,12 +122,12 @@ def verb_build(
 
 def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
     """Print the values of the plan as comments, and then the Dockerfile or definition."""
-    values = dataclasses.asdict(plan)
+    plan_values = dataclasses.asdict(plan)
     if as_json:
-        print_result({"dry_run": True, **values}, as_json=True)
+        print_result({"dry_run": True, **plan_values}, as_json=True)
         return
-    _, document = values.popitem()  # the last field of both plans is the Dockerfile or definition
-    for name, field_value in values.items():
+    _, document = plan_values.popitem()  # the last field of both plans is the Dockerfile or definition
+    for name, field_value in plan_values.items():
         terminal.print_document(f"# {name:13} {terminal.escape_controls(str(field_value))}\n")
     terminal.print_document(f"{document.rstrip()}\n")
 
@@ -166,9 +166,9 @@ def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
     """Print the .sif that was built, the seconds of each stage, and the command to run next."""
     base = built.base
     next_command = sif_command(target)
-    result = dataclasses.asdict(built)
-    result |= {
-        "sif": result.pop("path"),
+    sif_data = dataclasses.asdict(built)
+    sif_data |= {
+        "sif": sif_data.pop("path"),
         "id": built.record.image_id,
         "platform": base.platform,
         "standin": base.standin,
@@ -178,7 +178,7 @@ def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
     lines = result_lines(built, target)
     if base.standin:
         lines.append(_standin_warning(base.name))
-    show_stages(result, *lines, f"next:  {next_command}", as_json=as_json)
+    show_stages(sif_data, *lines, f"next:  {next_command}", as_json=as_json)
 
 
 def _standin_warning(base: str) -> str:

@@ -38,18 +38,18 @@ def complete_names(incomplete: str) -> list[str]:
     They are the names of shipped recipes, folders, recipe files, archives and .sif files that begin with this
     text.
     """
-    names = [name for name in recipe_names() if name.startswith(incomplete)]
+    matching_recipes = [name for name in recipe_names() if name.startswith(incomplete)]
     # For "dir/na", offer the names in "dir/" that begin with "na".
     folder, slash, start = incomplete.rpartition("/")
-    folders = []
-    files = []
+    folder_paths = []
+    file_paths = []
     for path in sorted(Path(folder + slash).glob("*")):
         if path.name.startswith(start):
             if path.is_dir():
-                folders.append(f"{path}/")
+                folder_paths.append(f"{path}/")
             if path.name.endswith(_COMPLETED_SUFFIXES):
-                files.append(str(path))
-    return [*names, *folders, *files]
+                file_paths.append(str(path))
+    return [*matching_recipes, *folder_paths, *file_paths]
 
 
 def name_argument(metavar: str, help: str, default: Any = ...) -> Any:
@@ -142,7 +142,7 @@ def confirm_large_code(pack: Callable[[bool], Result], *, large: bool, may_ask: 
         question = terminal.escape_controls(f"{error.where}: {error.what}. Pack all of it?")
         if not typer.confirm(question, err=True):  # noqa: TID251 - the question is escaped
             raise
-        return pack(True)
+        return pack(True)  # from the start, because the first call has stopped early
 
 
 def error_data(error: ImgkitError) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def error_data(error: ImgkitError) -> dict[str, Any]:
         "hint": error.hint,
         "exit_code": error.exit_code,
     }
-    if isinstance(error, RecipeErrors):
+    if isinstance(error, RecipeErrors):  # one error for all mistakes in a recipe
         data["problems"] = [problem_data(problem) for problem in error.problems]
     return {"schema": SCHEMA, "error": data}
 
@@ -179,7 +179,8 @@ def format_columns(table: Sequence[Sequence[str]], *, max_width: int = sys.maxsi
     max_width : the largest width of a column, in characters. A longer cell is not cut. It shifts the rest of
         its line to the right.
     """
-    # Control characters are replaced first, because that changes the length of a cell.
+    # Control characters could change the state of the terminal. They are replaced first, because that changes
+    # the length of a cell.
     rows = [[terminal.escape_controls(cell) for cell in row] for row in table]
     widths = []
     for column in zip(*rows, strict=True):

@@ -140,8 +140,10 @@ def _job_shell(job_id: str, node: str, *, must_run: bool) -> JobShell:
     # The shell has the same value of this variable as the job itself.
     shell_line = f"export IMGKIT_RUN_DIR={shlex.quote(str(job.run_folder))}; {job.shell_line}"
     shell = systems.get_system(job.system).shell_command(job, shell_line, node)
+    # A dry run only prints the command, so it asks no scheduler.
     if must_run:
         _refuse_idle_job(record)
+    # `job.shell_line` is empty if the runtime cannot start a second container. A shell in a pod needs none.
     if not job.shell_line and shell.description == systems.NEW_CONTAINER:
         raise UsageError(
             f"no shell opens in {job.handle}: imgkit starts a second container in a job only by "
@@ -185,6 +187,7 @@ def verb_push(
     local_name = image_name(image)
     target = local_name if ref is None else ref
     with reporter(as_json=as_json, verbose=verbose) as report, engines.connect() as engine:
+        # An engine sends an image to the registry that is part of its name.
         if target != local_name:
             engines.add_tag(engine, local_name, target)
         digest = engines.push(engine, target, report)

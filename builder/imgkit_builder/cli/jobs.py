@@ -77,15 +77,20 @@ def _show_own_jobs(*, as_json: bool) -> None:
 
     If the states of some jobs are unknown, exit with the exit code of `ToolFailed`.
     """
-    # The records on this machine have the last known states. Only jobs that may have changed are asked about.
-    old_records = [record for record in records.list_records() if _may_run(record)]
-    jobs, is_complete = _refresh_states(old_records)
+    # A record is what imgkit has stored about a job on this machine, with its last known state. Only jobs
+    # that may have changed are asked about.
+    old_records = [record for record in records.list_records() if _may_be_active(record)]
+    current_records, is_complete = _refresh_states(old_records)
     # `imgkit runs` shows the saved states without asking a scheduler.
-    for record, current in zip(old_records, jobs, strict=True):
+    for record, current in zip(old_records, current_records, strict=True):
         save_new_state(record, current)
-    lines = jobs_table(jobs) if jobs else ("no job waits or runs; imgkit runs lists those that have ended",)
-    data = {"jobs": [job_data(record) for record in jobs], "complete": is_complete}
-    print_result(data, *lines, as_json=as_json)
+    table_lines = (
+        jobs_table(current_records)
+        if current_records
+        else ("no job waits or runs; imgkit runs lists those that have ended",)
+    )
+    data = {"jobs": [job_data(record) for record in current_records], "complete": is_complete}
+    print_result(data, *table_lines, as_json=as_json)
     if not is_complete:
         raise typer.Exit(ToolFailed.exit_code)
 
@@ -97,22 +102,23 @@ def _refresh_states(jobs: Iterable[SubmittedJob]) -> tuple[list[SubmittedJob], b
     answer, a message says so, and its job keeps the last known state. A remote that cannot be reached is not
     tried again for further jobs, because each attempt would wait for ssh.
     """
-    current_jobs = []
+    current_records = []
     unreachable_remotes = set()
     is_complete = True
     for record in jobs:
-        current = record
+        current_record = record
         try:
             if record.job.remote not in unreachable_remotes:
-                current = job_status.refresh_state(record, scheduler_runner(record))
+                current_record = job_status.refresh_state(record, scheduler_runner(record))
         except ImgkitError as error:
             print_message(f"{record.job.handle}: {error.what}")
             is_complete = False
             # Cut means that ssh could not connect, or lost the connection.
+            # Other errors, such as a failed command of a scheduler, can differ from job to job.
             if isinstance(error, Cut):
                 unreachable_remotes.add(record.job.remote)
-        current_jobs.append(current)
-    return current_jobs, is_complete
+        current_records.append(current_record)
+    return current_records, is_complete
 
 
 def _remote_prefix(record: SubmittedJob) -> str:
@@ -120,11 +126,12 @@ def _remote_prefix(record: SubmittedJob) -> str:
     return f"on {record.job.remote}: " if record.job.remote else ""
 
 
-def _may_run(record: SubmittedJob) -> bool:
+def _may_be_active(record: SubmittedJob) -> bool:
     """Return whether the job may still wait or run, so that ``imgkit status`` lists it.
 
     Some systems do not report states, so imgkit never learns when their jobs end. Such a job is listed until
-    it is cancelled, or for a week after its submission.
+    it is cancelled, or for a week after its submission. The same applies to a job whose id the scheduler did
+    not print.
     """
     if record.state in FINAL_STATES:
         return False
@@ -148,6 +155,7 @@ def _report_to_dict(report: JobReport) -> dict[str, Any]:
     A value is None if it is unknown or if the job has no such value.
     """
     record = report.record
+    # Each task of an array of jobs has a folder of its own.
     has_one_folder = record.has_run_folder and not record.job.array
     data: dict[str, Any] = {
         "id": record.job.handle,
@@ -197,6 +205,7 @@ def can_follow(record: SubmittedJob) -> bool:
     system = systems.get_system(record.job.system)
     if record.job.remote:
         return True
+    # Only a file can be followed with tail. Other systems have a command of their own that shows the output.
     program, *_ = system.log_source(record.job)
     return system.reports_state and program == "tail"
 
@@ -219,7 +228,7 @@ def follow_job(record: SubmittedJob) -> int:
     except Cut as error:
         # The connection broke, but the job did not. Say first how to follow it again.
         raise Cut(error.what, where=error.where, hint=f"{continue_hint}\n{error.hint}") from error
-    save_new_state(record, report.record)
+    save_new_state(record, report.record)  # for `imgkit runs`, which asks no scheduler
     print_message(job_status.ending_text(report))
     state = report.record.state
     # "ended" means that the job has ended, but its result is unknown.
@@ -232,7 +241,10 @@ def follow_job(record: SubmittedJob) -> int:
 
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:
-    """Show the output of the job until it ends, and return the report about its end."""
+    """Show the output of the job until it ends, and return the report about its end.
+
+    `run` runs a command of the scheduler on the machine that submitted the job.
+    """
     log = job_status.WaitLog(record.job, print_message)
     if record.job.remote:
         connection = connect_to(record.job.remote)
@@ -241,16 +253,19 @@ def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished
         )
         return job_status.report_job(record, run)
     _show_local_output(record, run, log)
+    # tail can also end for another reason, so wait for the job itself.
     return job_status.wait_for_job(record, run, log=log)
 
 
 def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log: WaitLog) -> None:
     """Show the output of a job on this machine until the job ends.
 
-    ``tail`` prints the output file. It is terminated when the scheduler reports the end of the job.
+    ``tail`` prints the output file. It is terminated when the scheduler reports the end of the job. Changes
+    of the state are printed with `log`. `run` runs a command of the scheduler.
     """
 
     def has_ended() -> bool:
+        # While tail runs, `process.run_attached` calls this in a thread of its own.
         report = job_status.report_job(record, run)
         log.update(report.record.state, report.wait)
         return report.has_ended
@@ -332,7 +347,7 @@ def verb_wait(
     except KeyboardInterrupt:
         print_message(f"{handle} continues; imgkit wait {handle}")
         raise typer.Exit(INTERRUPTED) from None
-    save_new_state(record, report.record)
+    save_new_state(record, report.record)  # for `imgkit runs`, which asks no scheduler
     if not report.has_ended:
         raise ToolFailed(f"{handle} has not ended after {timeout}", hint=f"imgkit wait {handle}")
     if as_json:

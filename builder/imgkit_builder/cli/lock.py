@@ -123,7 +123,7 @@ def _update_lock(
     -------
     The packages that the lock had for this platform before, or None if it had none, and the new packages.
     """
-    request = _lock_request(recipe, source.base)
+    request = _make_lock_request(recipe, source.base)
     lock = lock_file.read_lock(file) if file.exists() else None
     if writes and not os.access(file.parent, os.W_OK):
         # This is checked first, because resolving the packages takes minutes.
@@ -132,8 +132,8 @@ def _update_lock(
             where=str(file.parent),
             hint="copy the recipe to your own folder, or only look: --dry-run",
         )
-    values = secret_values.read_secrets(recipe)
-    secrets_at = recipe.where("image", "secrets") if values.options else ""
+    secrets = secret_values.read_secrets(recipe)
+    secrets_at = recipe.where("image", "secrets") if secrets.options else ""
     with engines.connect() as engine, tempfile.TemporaryDirectory(prefix="imgkit-lock-") as folder:
         builder = engines.choose(engine.facts(), source.builder, secrets_at=secrets_at)
         report.stage(f"base {request.base}")
@@ -154,8 +154,8 @@ def _update_lock(
         new = resolve_packages(
             engine,
             resolution,
-            builder=dataclasses.replace(builder, options=values.options),
-            values=values,
+            builder=dataclasses.replace(builder, options=secrets.options),
+            values=secrets,
             folder=Path(folder),
             report=report,
         )
@@ -177,8 +177,8 @@ def _show_changes(
     old : the packages that the lock had for this platform before, or None if it had none.
     new : the packages that it has now, or would have without ``--dry-run``.
     """
-    is_same = changes.is_same(old, new)
-    difference = changes.list_changes(old, new)
+    is_same = changes.is_same(old, new)  # the time at which they were made may differ
+    listed_changes = changes.list_changes(old, new)
     data = {
         "file": file,
         "platform": new.platform,
@@ -186,18 +186,19 @@ def _show_changes(
         "apt": len(new.apt),
         "pip": len(new.pip),
         "kept": [package.file for package in new.pip if package.kept],
-        "changes": [dataclasses.asdict(change) for change in difference],
+        "changes": [dataclasses.asdict(change) for change in listed_changes],
     }
     counts = f"{len(new.apt)} apt and {len(new.pip)} pip packages for {new.platform}"
     if is_same:
         print_result(data, f"{file} is up to date: {counts}", as_json=as_json)
         return
-    lines = [str(change) for change in difference if change.kind != "file"]
+    # Files that are stored beside the lock (kind "file") are only listed in the JSON.
+    change_lines = [str(change) for change in listed_changes if change.kind != "file"]
     outcome = "not written (--dry-run)" if dry_run else "written"
-    print_result(data, *lines, f"{file} {outcome}: {counts}", as_json=as_json)
+    print_result(data, *change_lines, f"{file} {outcome}: {counts}", as_json=as_json)
 
 
-def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
+def _make_lock_request(recipe: Recipe, base: str | None) -> LockRequest:
     """Return what the lock of `recipe` has to resolve, such as the packages of its pip steps.
 
     Raises
@@ -211,7 +212,11 @@ def _lock_request(recipe: Recipe, base: str | None) -> LockRequest:
 
 
 def _check_lock(recipe: Recipe, *, base: str | None, platform: str | None, as_json: bool) -> None:
-    """Print whether the lock fits the recipe. If it does not, print the reason and exit with code 1."""
+    """Print whether the lock fits the recipe. If it does not, print the reason and exit with code 1.
+
+    A recipe without a lock does not fit, either. `base` and `platform` are the options of the verb, and None
+    means those of the recipe.
+    """
     file = lock_file.lock_path(recipe)
     target = engines.choose_platform(recipe, requested=platform, host=host_platform())
     data = {"file": file, "platform": target}
@@ -221,5 +226,5 @@ def _check_lock(recipe: Recipe, *, base: str | None, platform: str | None, as_js
         reason = str(error)
         print_result({**data, "current": False, "why": reason}, *reason.split("\n"), as_json=as_json)
         raise typer.Exit(EXIT_NO) from None
-    text = f"{file} fits the recipe on {target}"
-    print_result({**data, "current": True, "why": None}, text, as_json=as_json)
+    summary = f"{file} fits the recipe on {target}"
+    print_result({**data, "current": True, "why": None}, summary, as_json=as_json)

@@ -159,23 +159,26 @@ class _FieldOptions:
     def pop_instance(self, values: dict[str, Any]) -> Any:
         """Remove the values of these options from `values`, and return an instance of `owner` with them.
 
+        What is left in `values` belongs to the other parameters of the verb.
+
         Parameters
         ----------
         values : the values of all parameters, as typer passes them. Values of other parameters are left in
             it.
         """
-        fields: dict[str, Any] = {}
+        value_of_field: dict[str, Any] = {}
         for name, flag in self.flags.items():
-            value = values.pop(name)
-            if isinstance(value, list):
+            option_value = values.pop(name)
+            if isinstance(option_value, list):
                 # typer returns a list for a repeated option, and a frozen dataclass has a tuple.
-                fields[flag.field] = tuple(value)
+                value_of_field[flag.field] = tuple(option_value)
             elif flag.is_negative:
                 # The field is True by default, and an option such as --no-test sets it to False.
-                fields[flag.field] = not value
+                value_of_field[flag.field] = not option_value
             else:
-                fields[flag.field] = value
-        return replace_fields(self.owner(), fields)
+                value_of_field[flag.field] = option_value
+        # Some fields belong to a nested request of `owner`, so they are no arguments of `owner` itself.
+        return replace_fields(self.owner(), value_of_field)
 
 
 class GroupedCommand(TyperCommand):
@@ -189,13 +192,13 @@ class GroupedCommand(TyperCommand):
         # These sections come first, in this order. Other groups follow.
         sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": [], "Advanced": []}
         for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)  # the names and the help; None for a hidden option
-            if record is not None:
-                sections.setdefault(self._section_title(parameter), []).append(record)
-        for title, records in sections.items():
-            if records:
+            help_row = parameter.get_help_record(ctx)  # the names and the help; None for a hidden option
+            if help_row is not None:
+                sections.setdefault(self._section_title(parameter), []).append(help_row)
+        for title, help_rows in sections.items():
+            if help_rows:
                 with formatter.section(title):
-                    formatter.write_dl(records)
+                    formatter.write_dl(help_rows)
 
     def _section_title(self, parameter: Any) -> str:
         """Return the title of the help section in which the argument or option `parameter` is listed."""
@@ -226,18 +229,19 @@ class JobCommand(GroupedCommand):
         except Exception as error:
             # Only the error about an unknown option has this attribute. typer does not export its class.
             if hasattr(error, "option_name"):
+                # This raises a more helpful error if the option is one of a scheduler.
                 scheduler_options.refuse_scheduler_options(own_args, self._own_options(ctx))
             raise
 
     def _own_options(self, ctx: ClickContext) -> dict[str, bool]:
         """Return the names of the verb's options, and for each name whether the option takes a value."""
-        takes_value = {}
+        takes_value_by_name = {}
         parameters: list[Any] = self.get_params(ctx)
         for parameter in parameters:
             if parameter.param_type_name == "option":
                 for name in (*parameter.opts, *parameter.secondary_opts):
-                    takes_value[name] = not parameter.is_flag
-        return takes_value
+                    takes_value_by_name[name] = not parameter.is_flag
+        return takes_value_by_name
 
 
 def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
@@ -253,9 +257,9 @@ def _flags_of_systems(*, quiet: bool) -> list[type[Any]]:
     if not quiet:
         for error in loaded_systems.errors:
             terminal.print_messages(*f"imgkit: {error}".split("\n"))
-    classes = []
+    flag_classes = []
     for system in loaded_systems.systems.values():
         # Systems can share a class: all systems without flags do, and so do RunAI and Kubeflow.
-        if system.flags not in classes:
-            classes.append(system.flags)
-    return classes
+        if system.flags not in flag_classes:
+            flag_classes.append(system.flags)
+    return flag_classes

@@ -104,21 +104,21 @@ class JsonReporter(Reporter):
     def stage(self, text: str) -> None:
         # The first bytes of a stage are reported at once.
         self._next_bytes = 0.0
-        self._emit(event="stage", text=text)
+        self._print_event(event="stage", text=text)
 
     def advance(self, done_bytes: int, total_bytes: int | None = None) -> None:
         now = time.monotonic()
         if now >= self._next_bytes:
             self._next_bytes = now + JSON_EVERY_S
-            self._emit(event="bytes", done=done_bytes, total=total_bytes)
+            self._print_event(event="bytes", done=done_bytes, total=total_bytes)
 
     def line(self, text: str) -> None:
-        self._emit(event="line", text=text)
+        self._print_event(event="line", text=text)
 
     def note(self, text: str) -> None:
-        self._emit(event="note", text=text)
+        self._print_event(event="note", text=text)
 
-    def _emit(self, **event: Any) -> None:
+    def _print_event(self, **event: Any) -> None:
         terminal.print_messages(json.dumps(event))
 
 
@@ -158,7 +158,7 @@ class LiveReporter(Reporter):
             self._progress.console.print(terminal.escape_controls(text), markup=False, highlight=False)
 
     def _finish(self, progress: Progress) -> None:
-        """Show the current stage as complete."""
+        """Show the current stage as complete. If no stage has begun, do nothing."""
         if self._task is None:
             return
         task = progress.tasks[progress.task_ids.index(self._task)]

@@ -44,6 +44,8 @@ def read_project(*, recipe: str, trusted: bool) -> ProjectFile | None:
     if not trusted:
         ownership.refuse_foreign(file)  # before it is read
     project = toml_file.read_file(file)
+    # The other files that will be read are known only now. A file of another user could run commands as this
+    # user.
     if not trusted:
         for path in ownership.named_paths(project, with_recipe=not recipe):
             ownership.refuse_foreign(path)
@@ -156,6 +158,7 @@ def _select_remote_and_recipe(on: str, recipe: str) -> tuple[str, str]:
     """
     remotes = list(config.read_remotes().values())
     remote = config.get_remote(on) if on else _only_remote(remotes, recipe)
+    # A remote without a default recipe is used only if the user names a recipe.
     if remote is not None and (recipe or remote.recipe):
         return remote.name, recipe or remote.recipe
     if recipe:
@@ -178,6 +181,7 @@ def _only_remote(remotes: Sequence[config.Remote], recipe: str) -> config.Remote
     """
     candidates = remotes
     if recipe:
-        spellings = (recipe, str(Path(recipe).absolute()))
-        candidates = [remote for remote in remotes if remote.recipe in spellings]
+        # `imgkit remote add` stores a shipped recipe by its name, and a file by its path.
+        recipe_spellings = (recipe, str(Path(recipe).absolute()))
+        candidates = [remote for remote in remotes if remote.recipe in recipe_spellings]
     return candidates[0] if len(candidates) == 1 else None

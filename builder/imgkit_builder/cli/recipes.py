@@ -78,12 +78,12 @@ def verb_list(
 
 def _list_recipes(*, as_json: bool) -> None:
     """Print the shipped recipes as a table or as JSON."""
-    rows, table = [], []
+    json_rows, table_rows = [], []
     for recipe in map(load, recipe_names()):
         image, system = recipe.image, recipe.system
         platforms = ",".join(platform.removeprefix("linux/") for platform in image.platforms)
-        table.append((recipe.name, platforms, system.scheduler, image.base, recipe.description))
-        rows.append(
+        table_rows.append((recipe.name, platforms, system.scheduler, image.base, recipe.description))
+        json_rows.append(
             {
                 "name": recipe.name,
                 "description": recipe.description,
@@ -95,25 +95,25 @@ def _list_recipes(*, as_json: bool) -> None:
                 "file": recipe.file,
             }
         )
-    print_result({"recipes": rows}, *format_columns(table), as_json=as_json)
+    print_result({"recipes": json_rows}, *format_columns(table_rows), as_json=as_json)
 
 
 def _list_bases(*, as_json: bool) -> None:
     """Print the base images that imgkit knows, with the versions of the software in them."""
-    rows = []
+    json_rows = []
     table: list[Sequence[str]] = []
     titles = ["TAG"]
     for base in bases.load_table():
-        row: dict[str, Any] = {"reference": base.reference, "tag": base.tag}
+        json_row: dict[str, Any] = {"reference": base.reference, "tag": base.tag}
         titles = ["TAG"]  # the same for each base
-        cells = [base.tag]
+        table_cells = [base.tag]
         for name, version in base.cells():
-            row[name] = dataclasses.asdict(version) if version else None
+            json_row[name] = dataclasses.asdict(version) if version else None
             titles.append(name.replace("_", "-").upper())
-            cells.append(version.value if version else "unknown")
-        rows.append(row)
-        table.append(cells)
-    print_result({"bases": rows}, *format_columns([titles, *table]), as_json=as_json)
+            table_cells.append(version.value if version else "unknown")
+        json_rows.append(json_row)
+        table.append(table_cells)
+    print_result({"bases": json_rows}, *format_columns([titles, *table]), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:
@@ -121,14 +121,14 @@ def _list_systems(*, as_json: bool) -> None:
 
     The table shows only the strongest test, and the JSON shows all tests.
     """
-    rows, table = [], []
+    json_rows, table_rows = [], []
     for system in map(load_system, system_files.find_systems()):
         facts = system.facts
         is_of_site = system_files.is_site(system.file)
         # The path shows that the file belongs to a site and is not shipped with imgkit.
         title = f"{facts.title} ({system.file})" if is_of_site else facts.title
-        table.append((system.name, facts.scheduler, system.proof.strongest, title))
-        rows.append(
+        table_rows.append((system.name, facts.scheduler, system.proof.strongest, title))
+        json_rows.append(
             {
                 "name": system.name,
                 "title": facts.title,
@@ -139,7 +139,7 @@ def _list_systems(*, as_json: bool) -> None:
                 "file": system.file,
             }
         )
-    print_result({"systems": rows}, *format_columns(table), as_json=as_json)
+    print_result({"systems": json_rows}, *format_columns(table_rows), as_json=as_json)
 
 
 def verb_check(
@@ -175,7 +175,7 @@ def verb_check(
     rows = []
     exit_code = 0
     for file in files:
-        warnings, error = _check_recipe(file, strict=strict)
+        warnings, error = _find_problems(file, strict=strict)
         verdict, file_exit_code = "ok", 0
         if error:
             verdict, file_exit_code = "bad", EXIT_USAGE
@@ -200,7 +200,7 @@ def verb_check(
     raise typer.Exit(exit_code)
 
 
-def _check_recipe(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
+def _find_problems(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
     """Load the recipe `file`, and return its warnings and its error. The error is None for a correct recipe.
 
     With `strict`, there are also warnings about values that affect a machine outside of the image, such as
@@ -293,6 +293,7 @@ def _write_context(
     large : whether the user has allowed code of more than 1 GB.
     """
 
+    # `confirm_large_code` calls this again if the user agrees to large code.
     def pack(large: bool) -> BuildContext:
         return pack_context(
             recipe,

@@ -113,13 +113,15 @@ def add(
 @_group.command("list")
 def list_remotes(as_json: bool = JSON) -> None:
     """List the remotes."""
-    rows = []
-    table = []
+    json_rows = []
+    table_rows = []
     for remote in config.read_remotes().values():
-        rows.append(dataclasses.asdict(remote))
-        table.append((remote.name, f"{remote.address}:{remote.folder}", remote.recipe))
-    lines = format_columns(table) if table else ("no remotes; imgkit remote add NAME USER@HOST:DIR",)
-    print_result({"remotes": rows}, *lines, as_json=as_json)
+        json_rows.append(dataclasses.asdict(remote))
+        table_rows.append((remote.name, f"{remote.address}:{remote.folder}", remote.recipe))
+    lines = (
+        format_columns(table_rows) if table_rows else ("no remotes; imgkit remote add NAME USER@HOST:DIR",)
+    )
+    print_result({"remotes": json_rows}, *lines, as_json=as_json)
 
 
 @_group.command("remove")
@@ -171,7 +173,7 @@ def gc(
         "in_use": unused.used,
         "unused": rows,
     }
-    lines = [_folder_line(folder) for folder in unused.folders]
+    lines = [_format_folder(folder) for folder in unused.folders]
     if not unused.folders:
         lines.append(f"nothing is unused; {unused.used} in use")
     elif delete:
@@ -188,19 +190,20 @@ def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> 
 
     If a job has begun to use a folder in the meantime, the folder is kept and its line says ``in use``.
     """
-    lines = []
+    folder_lines = []
     removed_bytes = 0
     for folder in unused.folders:
         verdict = "in use   "  # a job has begun to use the folder in the meantime
         if folder.path in removed_paths:
             verdict = "removed  "
             removed_bytes += folder.size_bytes
-        lines.append(verdict + _folder_line(folder))
-    remaining = unused.used + len(lines) - len(removed_paths)
-    return [*lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining} stay"]
+        folder_lines.append(verdict + _format_folder(folder))
+    # `unused.used` is the number of folders that jobs used when the list was made.
+    remaining = unused.used + len(folder_lines) - len(removed_paths)
+    return [*folder_lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining} stay"]
 
 
-def _folder_line(folder: collector.StoredFolder) -> str:
+def _format_folder(folder: collector.StoredFolder) -> str:
     """Return a line with the size of a folder, the day of its last use, and its path."""
     day = time.strftime("%Y-%m-%d", time.localtime(folder.used_s))
     return f"{size_text(folder.size_bytes):>10}  last used {day}  {folder.path}"

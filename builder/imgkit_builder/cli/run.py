@@ -121,6 +121,7 @@ def read_inputs(options: JobOptions, flags: JobRequest) -> JobInputs:
     from imgkit_builder.project import origins
 
     remote, project = _find_remote(options)
+    # A flag replaces a value of imgkit.toml. The flags of lists, such as --bind, add to it.
     request = origins.fill_from_file(flags, project)
     recipe = options.recipe if remote else _local_recipe(options, project)
     code = read_code(request, as_json=options.as_json)
@@ -143,7 +144,7 @@ def _find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None
     remote_name = options.on
     if not remote_name and project:
         remote_name = project.values.remote
-    if remote_name in ("", HERE):
+    if remote_name in ("", HERE):  # HERE means this machine, even if imgkit.toml names a remote
         return None, project
     return config.get_remote(remote_name), project
 
@@ -219,7 +220,8 @@ def read_code(request: JobRequest, *, as_json: bool) -> CodeFolder | None:
 def _run_job(options: _Options, flags: JobRequest) -> None:
     """Submit the job to the remote or on this machine, and follow its output.
 
-    Without a scheduler or queue, the job is a command, and this process is replaced by it.
+    Without a scheduler or queue, the job is a command, and this process is replaced by it. The exit code is
+    then that of the command.
 
     Parameters
     ----------
@@ -240,7 +242,7 @@ def _run_job(options: _Options, flags: JobRequest) -> None:
         _check_interactive(options)
     transport = handle.transport_to(remote, prepared, may_ask=may_ask())
     _announce_job(options, prepared, transport, inputs.recipe)
-    record = None
+    record = None  # what imgkit stores about a submitted job; None if the job runs in the foreground
     with exit_on_sigterm(), reporter(as_json=options.as_json) as report:
         ready = submit.make_ready(prepared, transport, report)
         script = ready.script
@@ -303,7 +305,13 @@ def _local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
 def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport, recipe: str) -> None:
     """Print on stderr which job will be submitted and where, because building and sending can take minutes.
 
-    Nothing is printed for a command that runs in this terminal.
+    Nothing is printed for a command that runs in this terminal. If this machine submits the job, the
+    scheduler's command is looked up first, so that a missing one is reported before those minutes.
+
+    Parameters
+    ----------
+    transport : the way to the machine that runs the job: this machine, a remote over ssh (`Ssh`), or this
+        machine with the files on a remote (`VolumeStore`).
 
     Raises
     ------
@@ -314,6 +322,7 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
 
     job = prepared.job
     script = prepared.script
+    # Without a scheduler, the job is a command in this terminal. It ends with imgkit.
     if script.foreground and not isinstance(transport, Ssh):
         if options.detach:
             print_message("--detach is not used: the command runs here, and imgkit ends with it")
@@ -329,6 +338,7 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
         named_by = "--on" if options.on else "imgkit.toml"
         title = f"{prepared.source.title} on {transport.name}"
         print_message(f"{title} ({named_by}), submitted there with {program}")
+        # Why ssh commands cannot share one connection. Empty if they do.
         unshared_reason = transport.connection.unshared_reason
         if unshared_reason:
             print_message(f"every ssh command opens its own connection: {unshared_reason}")
@@ -340,6 +350,8 @@ def _announce_job(options: _Options, prepared: PreparedJob, transport: Transport
 
 def _show_dry_run(options: _Options, prepared: PreparedJob, inputs: JobInputs) -> None:
     """Print the script of the job. With ``--verbose``, also print all values and their sources.
+
+    A source is the flag, or the line of imgkit.toml or of the recipe, that sets the value.
 
     imgkit does not connect to a remote for a dry run. In the script, texts such as ``/imgkit`` replace paths
     on the remote that are not known yet.
@@ -356,12 +368,14 @@ def _show_dry_run(options: _Options, prepared: PreparedJob, inputs: JobInputs) -
         print_message(f"{folder} stands for the folder on {remote.name}, {uid} and {gid} for your ids there")
     for warning in prepared.job.warnings:
         print_message(warning)
-    values = list(origins.list_value_sources(prepared.job, inputs.flags, inputs.project))
+    value_sources = list(origins.list_value_sources(prepared.job, inputs.flags, inputs.project))
     if prepared.source is not None and remote is not None:
         # The remote and the recipe come first in the list of values.
-        values = _remote_values(options, prepared.source, remote, inputs.project, values)
+        value_sources = _remote_values(options, prepared.source, remote, inputs.project, value_sources)
         print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
-    show_script(prepared.job, prepared.script, values if options.verbose else (), as_json=options.as_json)
+    show_script(
+        prepared.job, prepared.script, value_sources if options.verbose else (), as_json=options.as_json
+    )
 
 
 def _remote_values(
@@ -373,7 +387,8 @@ def _remote_values(
 ) -> list[ValueSource]:
     """Return the values of a job on a remote with their sources, including the remote and the recipe.
 
-    Some of the `values` are only known after imgkit has connected to the remote. They are left out.
+    Some of the `values` are only known after imgkit has connected to the remote. They are left out. `source`
+    is the recipe or image from which the job's image comes.
     """
     from imgkit_builder.project import origins
 
@@ -434,7 +449,7 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
     """Print the id of a job that has just been submitted, and follow the job's output if possible.
 
     The id is printed on stdout, for scripts. If the job is followed, stdout is for its output, and the id is
-    only printed on stderr.
+    only printed on stderr. Then imgkit exits here, with the exit code of `follow_job`.
     """
     from imgkit_builder.jobs import records
 
@@ -469,7 +484,10 @@ def _show_comments(script: Script) -> None:
 
 
 def show_script(job: Job, script: Script, values: Sequence[ValueSource], *, as_json: bool) -> None:
-    """Print `script` on stdout and `values` on stderr. With `as_json`, print one JSON object on stdout."""
+    """Print `script` on stdout and `values` on stderr. With `as_json`, print one JSON object on stdout.
+
+    `values` are values of the job with the flags or lines that set them. They may be empty.
+    """
     if as_json:
         data = script_data(job, script)
         if values:

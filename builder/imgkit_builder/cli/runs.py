@@ -33,19 +33,23 @@ def verb_runs(
     """
     jobs = [job_status.with_cancellation(record) for record in records.list_records()[:limit]]
     data = {"runs": [job_data(record) for record in jobs]}
-    lines = jobs_table(jobs) if jobs else ("no runs yet; imgkit run starts one",)
-    print_result(data, *lines, as_json=as_json)
+    table_lines = jobs_table(jobs) if jobs else ("no runs yet; imgkit run starts one",)
+    print_result(data, *table_lines, as_json=as_json)
 
 
 def jobs_table(jobs: Sequence[SubmittedJob]) -> Iterator[str]:
     """Return the lines of a table of `jobs`. The first line has the titles."""
     titles = ("JOB", "NAME", "SUBMITTED", "STATE", "STEP", "LOSS", "IMAGE", "CODE", "COMMAND")
-    return format_columns([titles, *(_table_row(record) for record in jobs)])
+    return format_columns([titles, *(_make_table_row(record) for record in jobs)])
 
 
-def _table_row(record: SubmittedJob) -> tuple[str, ...]:
-    """Return the cells of a job's row in `jobs_table`. A missing value is shown as ``-``."""
-    numbers = job_status.last_numbers(record)
+def _make_table_row(record: SubmittedJob) -> tuple[str, ...]:
+    """Return the cells of a job's row in `jobs_table`. A missing value is shown as ``-``.
+
+    The order is that of the titles in `jobs_table`. `record` is what imgkit has stored about the job.
+    """
+    # The last step and loss in the run's files on this machine. None if there are no such files.
+    last_numbers = job_status.last_numbers(record)
     submitted_minute = record.submitted[:16]  # "2026-01-31T12:00"
     image_digest = record.image_id.removeprefix("sha256:")
     cells = (
@@ -53,8 +57,8 @@ def _table_row(record: SubmittedJob) -> tuple[str, ...]:
         record.job.name,
         submitted_minute.replace("T", " "),
         _recorded_state(record),
-        "" if numbers.step is None else str(numbers.step),
-        "" if numbers.loss is None else f"{numbers.loss:.6g}",
+        "" if last_numbers.step is None else str(last_numbers.step),
+        "" if last_numbers.loss is None else f"{last_numbers.loss:.6g}",
         image_digest[:12],
         record.code.sha256[:12] if record.code else "",
         shlex.join(record.command),
@@ -63,7 +67,11 @@ def _table_row(record: SubmittedJob) -> tuple[str, ...]:
 
 
 def job_data(record: SubmittedJob) -> dict[str, Any]:
-    """Return the data about a job that ``--json`` prints, with the last step and loss of its run."""
+    """Return the data about a job that ``--json`` prints, with the last step and loss of its run.
+
+    A value that is unknown is None. The folder, step and loss are known only if the run's files are on this
+    machine.
+    """
     folder = job_status.local_run_folder(record)
     has_folder = folder is not None and folder.is_dir()
     return {

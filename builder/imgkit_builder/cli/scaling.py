@@ -127,17 +127,20 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
 
     ``--continue`` only waits for jobs that were already submitted, so other values would have no effect.
     """
-    refused = [*flags_in(flags), *flags_in(dataclasses.replace(options, as_json=False))]
+    # --json is allowed, because it only changes what is printed.
+    conflicting_options = [*flags_in(flags), *flags_in(dataclasses.replace(options, as_json=False))]
     if nodes:
-        refused.append("--nodes")
+        conflicting_options.append("--nodes")
     if options.recipe:
-        refused.append("RECIPE")
+        conflicting_options.append("RECIPE")
     if flags.launch.command:
-        refused.append("COMMAND")
-    if refused:
+        conflicting_options.append("COMMAND")
+    if conflicting_options:
         # The first option is enough for the error.
-        name = refused[0]
-        raise UsageError(f"{name} cannot be combined with --continue", where=name, hint="leave it out")
+        first_option = conflicting_options[0]
+        raise UsageError(
+            f"{first_option} cannot be combined with --continue", where=first_option, hint="leave it out"
+        )
 
 
 def _plan_sizes(
@@ -157,12 +160,12 @@ def _plan_sizes(
 
     if not flags.launch.command:
         refuse_command_as_recipe(options.recipe, "scaling")
-    sizes = scaling.parse_sizes(nodes)
+    node_counts = scaling.parse_sizes(nodes)
     inputs = read_inputs(options, flags)
     planned = scaling.plan_scaling(
         inputs.recipe,
         inputs.request,
-        sizes,
+        node_counts,
         code=inputs.code,
         remote=inputs.remote,
         base=options.base or "",
@@ -171,13 +174,17 @@ def _plan_sizes(
 
 
 def _show_scripts(planned: Sequence[PreparedJob], remote: Remote | None, *, as_json: bool) -> None:
-    """Print the scripts of all jobs, and their warnings. The warnings are the same for all jobs."""
+    """Print the scripts of all jobs, and their warnings. The warnings are the same for all jobs.
+
+    `remote` is None for jobs on this machine.
+    """
     from imgkit_builder.jobs import image_source, scaling
 
     # All jobs differ only in their size, so the warnings of one job are enough.
     largest = planned[-1]
     for warning in largest.job.warnings:
         print_message(warning)
+    # A dry run does not connect to the remote, so the path of imgkit's folder there is unknown.
     if remote is not None:
         print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
     if as_json:

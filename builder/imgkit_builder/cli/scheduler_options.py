@@ -33,7 +33,7 @@ ANY = "(.+)"
 NUMBER = r"(\d+)"
 
 
-def _passed_on(*names: str) -> tuple[Row, ...]:
+def _make_option_rows(*names: str) -> tuple[Row, ...]:
     """Return table rows for options that imgkit does not have. Their answer is ``--option=NAME=VALUE``.
 
     Each item of `names` has one or more names of the same option, such as ``"-d --dependency"``. The last
@@ -43,7 +43,7 @@ def _passed_on(*names: str) -> tuple[Row, ...]:
     return tuple(Row(row_names, ANY, f"--option={row_names.split()[-1]}={{0}}") for row_names in names)
 
 
-def _flags_passed_on(*names: str) -> tuple[Row, ...]:
+def _make_flag_rows(*names: str) -> tuple[Row, ...]:
     """Return table rows for options without a value that imgkit does not have: ``--option=--exclusive``."""
     return tuple(Row(name, "", f"--option={name}") for name in names)
 
@@ -90,11 +90,15 @@ _SLURM = (
     Row("--container-image", ANY, "--image {0}"),
     Row("--container-mounts", ANY, "--bind {0}"),
     # imgkit has no options for the following.
-    *_flags_passed_on("--exclusive", "--contiguous", "--requeue", "--no-requeue", "--hold", "--overcommit"),
-    *_passed_on("-d --dependency", "-a --array", "-C --constraint", "-w --nodelist", "-x --exclude"),
-    *_passed_on("-b --begin", "-L --licenses", "-M --clusters", "-m --distribution", "--exclusive", "--gres"),
-    *_passed_on("--mail-type", "--mail-user", "--comment", "--reservation", "--nice", "--tmp", "--switches"),
-    *_passed_on("--mem-per-cpu", "--deadline", "--priority", "--wckey", "--threads-per-core"),
+    *_make_flag_rows("--exclusive", "--contiguous", "--requeue", "--no-requeue", "--hold", "--overcommit"),
+    *_make_option_rows("-d --dependency", "-a --array", "-C --constraint", "-w --nodelist", "-x --exclude"),
+    *_make_option_rows(
+        "-b --begin", "-L --licenses", "-M --clusters", "-m --distribution", "--exclusive", "--gres"
+    ),
+    *_make_option_rows(
+        "--mail-type", "--mail-user", "--comment", "--reservation", "--nice", "--tmp", "--switches"
+    ),
+    *_make_option_rows("--mem-per-cpu", "--deadline", "--priority", "--wckey", "--threads-per-core"),
 )
 _PBS = (
     # In PBS, -N is the name of the job, which begins with a letter.
@@ -137,8 +141,8 @@ _RUNAI = (
     Row("--existing-pvc", "claimname=([^,]+),path=([^,]+)", "--pvc {0}:{1}"),
     Row("-e --environment --environment-variable", r"(\w+=.*)", "--env {0}"),
     Row("--memory --cpu-memory-request", r"(\d+[MGT]i?)", "--mem {0}"),
-    *_passed_on("--node-pools", "--node-type", "--run-as-user"),
-    *_flags_passed_on("--large-shm", "--preemptible"),
+    *_make_option_rows("--node-pools", "--node-type", "--run-as-user"),
+    *_make_flag_rows("--large-shm", "--preemptible"),
 )
 # If the user's options fit two schedulers equally well, the first one in this order is chosen.
 TABLES: Mapping[str, tuple[Row, ...]] = {"Slurm": _SLURM, "PBS": _PBS, "RunAI": _RUNAI}
@@ -176,6 +180,8 @@ class Answer(NamedTuple):
 def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool]) -> None:
     """Raise UsageError if `args` has options of a scheduler. The hint has the options to type instead.
 
+    If no scheduler has any of the options, nothing is raised. The caller then reports an unknown option.
+
     Users type such options by habit. For example, ``imgkit run -N 2 -p gpu`` results in the hint ``--nodes 2
     --queue gpu``.
 
@@ -185,12 +191,12 @@ def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool
     own_options : the names of the verb's own options, and for each whether it takes a value.
     """
     typed_options = tuple(_find_foreign_options(args, own_options))
-    answers = {name: tuple(_find_answers(rows, typed_options)) for name, rows in TABLES.items()}
+    answers_of_scheduler = {name: tuple(_find_answers(rows, typed_options)) for name, rows in TABLES.items()}
     # Options such as -N and -p have different meanings in different schedulers. The user probably means the
     # scheduler that knows most of the options.
-    scheduler = max(answers, key=lambda name: len(answers[name]))
-    if answers[scheduler]:
-        raise _foreign_options_error(scheduler, answers[scheduler])
+    scheduler = max(answers_of_scheduler, key=lambda name: len(answers_of_scheduler[name]))
+    if answers_of_scheduler[scheduler]:
+        raise _foreign_options_error(scheduler, answers_of_scheduler[scheduler])
 
 
 def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageError:
@@ -198,18 +204,20 @@ def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageEr
 
     Parameters
     ----------
-    answers : each option that was typed, with the table row for it.
+    answers : each option that was typed, with the table row for it. The row has the option of imgkit to type
+        instead (`row.answer`), a remark (`row.note`), or both.
     """
     options_to_type = []
     flags = []
     notes = []
     for option, row, match in answers:
-        values = match.groups()
+        # The parts of the option's value, for the places in the texts of the row.
+        matched_values = match.groups()
         flags.append(option.flag)
         if row.answer:
-            options_to_type.append(row.answer.format(*map(shlex.quote, values)))
+            options_to_type.append(row.answer.format(*map(shlex.quote, matched_values)))
         if row.note:
-            notes.append(row.note.format(*values, name=option.name))
+            notes.append(row.note.format(*matched_values, name=option.name))
     # A dict keeps the order and drops repeated entries.
     unique_flags = list(dict.fromkeys(flags))
     hints = list(dict.fromkeys(notes))
@@ -223,25 +231,28 @@ def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageEr
 def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) -> Iterator[TypedOption]:
     """Yield the options in `args` that the verb (such as ``imgkit run``) does not have.
 
+    They may be options of a scheduler. Arguments without a dash are skipped.
+
     Parameters
     ----------
     own_options : the names of the verb's own options, and for each whether it takes a value.
     """
-    remaining = collections.deque(args)
-    while remaining:
+    remaining_args = collections.deque(args)
+    while remaining_args:
         # A queue is used because an option may consume the argument after it, too.
-        flag, value = _split_option(remaining.popleft())
-        next_argument = remaining[0] if remaining else ""
+        flag, value = _split_option(remaining_args.popleft())
+        next_argument = remaining_args[0] if remaining_args else ""
         if flag in own_options:
             takes_next = own_options[flag] and not value
-            if takes_next and remaining:
-                remaining.popleft()  # the value of the option, even if it looks like an option itself
-        elif flag == "-l":
+            if takes_next and remaining_args:
+                remaining_args.popleft()  # the value of the option, even if it looks like an option itself
+        elif flag == "-l":  # an option of PBS with a list of resources, each of which has its own answer
             yield from _split_pbs_resources(flag, value or next_argument)
         elif re.match("--?[A-Za-z]", flag):
             # An argument that begins with "-" is the next option and not a value.
             if next_argument.startswith("-"):
                 next_argument = ""
+            # The next argument stays in the queue, because it is unknown whether this option takes a value.
             yield TypedOption(flag, flag, value, next_argument)
 
 
@@ -269,7 +280,10 @@ def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
 
 
 def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> Iterator[Answer]:
-    """Yield each option that a row describes, with the first such row. Other options are left out."""
+    """Yield each option that a row describes, with the first such row. Other options are left out.
+
+    `rows` is the table of one scheduler. A row that needs a special value comes before the general one.
+    """
     for option in typed_options:
         for row in rows:
             match = _match_option(row, option)

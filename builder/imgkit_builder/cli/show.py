@@ -47,11 +47,11 @@ def verb_show(
 
 def _show_recipe(recipe: str, *, as_json: bool) -> None:
     """Print each value of the recipe, with the file and line that it comes from."""
-    text = targets.describe_as_json(load_recipe(recipe))
+    values_json = targets.describe_as_json(load_recipe(recipe))
     if as_json:
-        terminal.print_document(text.rstrip() + "\n")
+        terminal.print_document(values_json.rstrip() + "\n")
     else:
-        terminal.print_results(*targets.format_table(text))
+        terminal.print_results(*targets.format_table(values_json))
 
 
 def _is_image(name: str) -> bool:

@@ -95,7 +95,7 @@ def verb_sif(
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
         converted = convert(image, output, request, report=report)
     target = output or Path(converted.path.name)
-    next_command = sif_command(target) if converted.format == "sif" else _sqsh_command(converted.path)
+    next_command = sif_command(target) if converted.format == "sif" else _make_sqsh_command(converted.path)
     result = dataclasses.asdict(converted)
     lines = result_lines(converted, target, up_to_date=converted.up_to_date)
     show_stages(
@@ -106,7 +106,7 @@ def verb_sif(
     )
 
 
-def _sqsh_command(sqsh: Path) -> str:
+def _make_sqsh_command(sqsh: Path) -> str:
     """Return the srun command that starts a .sqsh with pyxis.
 
     The command starts ``dist-train``. If imgkit did not build the image, it starts a shell instead.
@@ -137,6 +137,7 @@ def sif_command(sif: Path) -> str:
         argv = [runtime.command, "exec", *runtime.options]
     else:
         argv = ["singularity", "exec"]  # the recipe's options are for another runtime, and are left out
+    # A bind with a variable such as $SCRATCH gets its quotes here. `quote` below leaves it as it is then.
     for bind in runtime.binds:
         argv += ["--bind", quoting.quote_with_site_variables(bind)]
     argv += [str(sif), "dist-train"]
@@ -145,6 +146,8 @@ def sif_command(sif: Path) -> str:
 
 def show_stages(result: dict[str, Any], *lines: str, as_json: bool) -> None:
     """Print the result of a conversion or build as JSON, or as lines with the seconds of each stage.
+
+    The JSON has the key ``seconds`` with the seconds of each stage, in place of ``stages``.
 
     Parameters
     ----------

@@ -47,7 +47,8 @@ def refuse_without_submit(options: SubmitOptions) -> None:
 def submit_job(prepared: PreparedJob, options: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
     """Submit the job `prepared`, print its id and follow its output.
 
-    In a dry run, only print its script.
+    In a dry run, only print its script. If the output is followed, `show_submitted` ends imgkit with the exit
+    code for the job.
     """
     from imgkit_builder.cli.run import show_script, show_submitted
     from imgkit_builder.jobs import conversion

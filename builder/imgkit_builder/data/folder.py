@@ -74,11 +74,12 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
     """List all files in the folder `path`, and return its name, the number of files and their size.
 
     The name contains a digest of the list of files, with their sizes and times. So the name changes if a file
-    changes, although no file is read.
+    changes, although no file is read. It becomes the name of the folder on a remote, where data of the same
+    name is not sent again.
 
     Raises
     ------
-    UsageError : as in `find_folder`.
+    UsageError : the folder is missing, empty or unreadable, or contains something that cannot be sent.
     """
     if not path.is_dir():
         problem = "not a directory" if os.path.lexists(path) else "no such directory"
@@ -91,6 +92,7 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
     try:
         for entry in _walk_entries(path.resolve(), ""):
             digest.update(entry.digest_line)
+            # Folders and links count for the digest, but not as files.
             if stat.S_ISREG(entry.status.st_mode):
                 file_count += 1
                 total_bytes += entry.status.st_size
@@ -102,11 +104,11 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
         ) from error
     if not file_count:
         raise UsageError("it holds no files", where=str(path), hint="fill it, or remove it from `data`")
-    folder_name = f"{digest.hexdigest()}-{_project_digits(spec, path)}"
+    folder_name = f"{digest.hexdigest()}-{_hash_project_path(spec, path)}"
     return DataFolder(spec=spec, path=path, name=folder_name, files=file_count, size_bytes=total_bytes)
 
 
-def _project_digits(spec: DataSpec, path: Path) -> str:
+def _hash_project_path(spec: DataSpec, path: Path) -> str:
     """Return the project's part of a folder's name, a digest of this machine's name and the folder's path.
 
     The revisions of a hub repository are in folders side by side. For them, the path of the common parent
@@ -141,7 +143,7 @@ class _Entry(NamedTuple):
 
 
 def _walk_entries(folder: Path, prefix: str) -> Iterator[_Entry]:
-    """Yield every file, folder and link in `folder` and below it.
+    """Yield every file, folder and link in `folder` and below it. Links are not followed.
 
     Parameters
     ----------

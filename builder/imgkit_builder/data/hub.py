@@ -40,7 +40,8 @@ def find(spec: DataSpec, project: Path) -> DataFolder:
     """Return the local folder of the Hugging Face hub repository that `spec` names.
 
     If the repository has not been downloaded yet, the result has 0 files. Its name is then provisional and
-    has the form ``models--openai-community--gpt2@main``.
+    has the form ``models--openai-community--gpt2@main``. `project` is the folder with ``hf.lock``, the file
+    that records which commit of each repository the runs use.
 
     Raises
     ------
@@ -51,11 +52,18 @@ def find(spec: DataSpec, project: Path) -> DataFolder:
     # The commit in hf.lock takes precedence over the branch or tag in imgkit.toml, which may have moved
     # since.
     revision = read_lock(project / LOCK).get(spec.source, repo.revision)
-    path = _folder(repo, revision or "main")
-    # Folders are named after commits. For a branch or tag, only the hub knows the commit.
-    if COMMIT.fullmatch(revision) and path.is_dir():
-        return folder.list_folder(spec, path)
-    return DataFolder(spec=spec, path=path, name=f"{repo.cache_name}@{path.name}", files=0, size_bytes=0)
+    revision_folder = _folder(repo, revision or "main")
+    # Folders are named after commits. For a branch or tag, only the hub knows the commit, so it must be asked
+    # (`download`) even if there is a folder.
+    if COMMIT.fullmatch(revision) and revision_folder.is_dir():
+        return folder.list_folder(spec, revision_folder)
+    return DataFolder(
+        spec=spec,
+        path=revision_folder,
+        name=f"{repo.cache_name}@{revision_folder.name}",
+        files=0,
+        size_bytes=0,
+    )
 
 
 def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
@@ -82,24 +90,26 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
         ) from error
     repo = spec.hub
     assert repo is not None  # noqa: S101 - the caller has checked it
-    commits = read_lock(project / LOCK)
+    commit_of_item = read_lock(project / LOCK)
     report.stage(f"download {spec.source}")
     try:
         snapshot = huggingface_hub.snapshot_download(
             repo.name,
             repo_type="dataset" if repo.is_data_set else "model",
-            revision=commits.get(spec.source, repo.revision) or None,
+            revision=commit_of_item.get(spec.source, repo.revision) or None,
             cache_dir=_cache(),
             tqdm_class=_progress_bar(report),
         )
-        path = _folder(repo, Path(snapshot).name)
+        path = _folder(repo, Path(snapshot).name)  # the cache names a snapshot after its commit
+        # If the folder exists, an earlier download has made it. A folder never appears incomplete.
         if not path.is_dir():
             _publish_snapshot(repo, Path(snapshot), path)
-        commits[spec.source] = path.name
-        text = _LOCK_HEAD
-        for item, commit in sorted(commits.items()):
-            text += f"{item} {commit}\n"
-        files.write_file(project / LOCK, text)
+        # The lock is written last, so it never names a commit whose folder is missing.
+        commit_of_item[spec.source] = path.name
+        lock_text = _LOCK_HEAD
+        for item, commit in sorted(commit_of_item.items()):
+            lock_text += f"{item} {commit}\n"
+        files.write_file(project / LOCK, lock_text)
     except Exception as error:  # huggingface_hub raises errors of its HTTP library, which differs by version
         raise _download_error(error, spec) from error
     return folder.list_folder(spec, path)
@@ -141,15 +151,15 @@ def read_lock(file: Path) -> dict[str, str]:
         return {}
     except (OSError, ValueError) as error:
         raise UsageError(f"cannot be read: {error}", where=str(file), hint="remove it") from error
-    commits = {}
+    commit_of_item = {}
     for line_number, line in enumerate(lines, 1):
         item, _, commit = line.partition(" ")
         if COMMIT.fullmatch(commit):
-            commits[item] = commit
+            commit_of_item[item] = commit
         # Empty lines and comments are skipped.
         elif line and not line.startswith("#"):
             raise UsageError("this is no commit", where=f"{file}:{line_number}", hint="remove the line")
-    return commits
+    return commit_of_item
 
 
 def _progress_bar(report: Reporter) -> type:
@@ -195,19 +205,19 @@ def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
     """
     cache = path / HUB_CACHE if repo.is_data_set else path
     (cache / "blobs").mkdir(parents=True)
-    # With this file, the plain name of a model is found offline.
+    # huggingface_hub looks up the branch "main" in this file. So it finds the plain name of a model offline.
     (cache / "refs").mkdir()
     files.write_file(cache / "refs" / "main", snapshot.name)
     for file in sorted(snapshot.rglob("*")):
         if file.is_dir():
             continue
         blob = cache / "blobs" / file.resolve().name  # the cache calls a file's content by its digest
-        if not blob.exists():
+        if not blob.exists():  # two files with the same content share a blob
             blob.hardlink_to(file.resolve())
-        name = file.relative_to(snapshot)
-        _link_to_blob(cache / "snapshots" / snapshot.name / name, blob)
+        name_in_snapshot = file.relative_to(snapshot)
+        _link_to_blob(cache / "snapshots" / snapshot.name / name_in_snapshot, blob)
         if repo.is_data_set:
-            _link_to_blob(path / name, blob)
+            _link_to_blob(path / name_in_snapshot, blob)
 
 
 def _link_to_blob(link: Path, blob: Path) -> None:
@@ -227,7 +237,7 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     """
     from huggingface_hub import constants
 
-    refusal = _refusal(error, spec)
+    refusal = _explain_refusal(error, spec)  # None if the hub did not refuse the request
     if refusal is not None:
         return refusal
     # huggingface_hub wraps errors of its HTTP library. The cause names the real problem.
@@ -244,7 +254,7 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     )
 
 
-def _refusal(error: Exception, spec: DataSpec) -> UsageError | None:
+def _explain_refusal(error: Exception, spec: DataSpec) -> UsageError | None:
     """Return the error to show if the hub refused to send what `spec` names, otherwise None.
 
     The hub refuses a repository or revision that does not exist, or that this user may not read.

@@ -25,7 +25,7 @@ HUB_HOME = "hf"
 HUB_CACHE = ".hub"
 """The folder in a data set with the layout of the hub's cache. `datasets` skips names with a leading dot."""
 # "hf://openai-community/gpt2", "hf://gpt2@v1.0", "hf://datasets/me/letters@refs/pr/3"
-_HUB_ITEM = re.compile(
+_HUB_ITEM_FORM = re.compile(
     r"hf://(?P<kind>datasets/)?(?P<name>[a-z0-9][\w.-]*(/[a-z0-9][\w.-]*)?)(@(?P<revision>[a-z0-9][\w./-]*))?",
     re.ASCII | re.IGNORECASE,
 )
@@ -102,6 +102,8 @@ def parse_spec(text: str) -> DataSpec:
 def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
     """Parse all items, and refuse paths in the job that overlap, such as ``/data`` and ``/data/letters``.
 
+    A mount at one of them would hide files of the other.
+
     Raises
     ------
     UsageError : an item cannot be parsed, or the target of an item is equal to another target or below it.
@@ -120,8 +122,15 @@ def parse_all(texts: Iterable[str]) -> tuple[DataSpec, ...]:
 
 
 def _parse_hub_item(text: str) -> DataSpec:
-    """Parse ``hf://NAME[@REVISION]`` or ``hf://datasets/NAME[@REVISION]``."""
-    match = _HUB_ITEM.fullmatch(text)
+    """Parse ``hf://NAME[@REVISION]``, a model, or ``hf://datasets/NAME[@REVISION]``, a data set.
+
+    Without a revision (a branch, tag or commit), the revision is empty, which means the newest one.
+
+    Raises
+    ------
+    UsageError : the text has neither of these forms.
+    """
+    match = _HUB_ITEM_FORM.fullmatch(text)
     # In the hub's cache, "--" separates the parts of a folder's name. So a name with "--" would be ambiguous.
     if match is None or ".." in text or "--" in match["name"]:
         raise UsageError(

@@ -102,28 +102,31 @@ def _as_warning(check: Check) -> Check:
 
 
 def _check_engine() -> Check:
-    """Check the container engine that imgkit would use, its builders, and its disk space for images."""
+    """Check the container engine that imgkit would use, its builders, and its disk space for images.
+
+    An engine that does not answer fails the check. With little disk space, the check warns.
+    """
     try:
         facts = connection.query_facts(address.find_endpoint())
     except ImgkitError as error:
-        text = f"{error.where}: {error.what}" if error.where else error.what
-        return Check("docker", "fail", text, error.hint or "")
+        description = f"{error.where}: {error.what}" if error.where else error.what
+        return Check("docker", "fail", description, error.hint or "")
     builder = builders.choose(facts)
-    choices: str = builder.name
+    builder_names: str = builder.name
     buildx = builders.buildx_version()
     # buildx is a plug-in of Docker, and imgkit does not use it with Podman.
     if buildx and not facts.is_podman:
-        choices += f" or buildx {buildx}"
-    text = (
+        builder_names += f" or buildx {buildx}"
+    description = (
         f"{facts.product} {facts.version}, API {facts.api}, {facts.arch}, store {facts.store}, "
-        f"builder {choices}, {_describe_location(facts.endpoint)}"
+        f"builder {builder_names}, {_describe_location(facts.endpoint)}"
     )
     if facts.free_bytes is not None:
-        text += f", {size_text(facts.free_bytes)} free for images"
+        description += f", {size_text(facts.free_bytes)} free for images"
         if facts.free_bytes < _BUILD_SPACE_BYTES:
             hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
-            return Check("docker", "warn", text, hint)
-    return Check("docker", "ok", text, builder.note)
+            return Check("docker", "warn", description, hint)
+    return Check("docker", "ok", description, builder.note)
 
 
 def _describe_location(endpoint: address.Endpoint) -> str:
@@ -139,35 +142,36 @@ def _check_runtime(target: Target | None) -> tuple[RuntimeTool | None, Check]:
     """Find the runtime (Singularity or Apptainer), and return it with the result of its check.
 
     If there is no runtime, the first value is None. That is not a failure if `target`, the recipe, runs with
-    another kind of runtime.
+    another kind of runtime. `target` is None if no recipe is given.
     """
-    name = "singularity"
-    module_hint = target.module_line if target else ""
+    check_name = "singularity"
+    module_hint = target.module_line if target else ""  # the error names it: "module load singularity"
     try:
         tool = runtime.find_runtime(module_hint=module_hint)
     except ToolMissing as error:
         if target and target.system.runtime.kind != "singularity":
             kind = target.system.runtime.kind
-            return None, Check(name, "skip", f"not found; {target.name} needs {kind} instead")
+            return None, Check(check_name, "skip", f"not found; {target.name} needs {kind} instead")
         # A check shows its hint in one line, so the lines are joined.
         hint_lines = [line.strip() for line in (error.hint or "").splitlines()]
-        return None, Check(name, "fail", error.what, "; ".join(hint_lines))
+        return None, Check(check_name, "fail", error.what, "; ".join(hint_lines))
     # An older runtime passes no options to mksquashfs. Then mksquashfs chooses the compression.
     levels = "any compression" if tool.capabilities.mksquashfs_args else "its own compression only"
-    text = f"{tool} at {tool.path}, {levels}"
-    if tool.below_floor:
-        return tool, Check(name, "warn", text, f"a .sif of imgkit needs {runtime.FLOOR}")
-    return tool, Check(name, "ok", text)
+    finding = f"{tool} at {tool.path}, {levels}"
+    if tool.below_floor:  # older than the version that can start a .sif of imgkit
+        return tool, Check(check_name, "warn", finding, f"a .sif of imgkit needs {runtime.FLOOR}")
+    return tool, Check(check_name, "ok", finding)
 
 
 def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
     """Check what the runtime needs of the kernel to start a container for an ordinary user.
 
-    The checks are skipped for root and for a runtime that is installed setuid, because both need nothing.
+    Nothing is checked for root. For a runtime that is installed setuid, the only check says that it needs
+    nothing.
     """
     if machine.uid == 0:
         return
-    starter = _setuid_starter(tool)
+    starter = _find_setuid_starter(tool)
     if starter:
         yield Check("user namespaces", "ok", f"not needed: {starter} is setuid")
         return
@@ -182,7 +186,7 @@ def _check_kernel(machine: Machine, tool: RuntimeTool) -> Iterator[Check]:
     yield Check("fuse", "warn", f"/dev/fuse {state}: every start unpacks the whole .sif", hint)
 
 
-def _setuid_starter(tool: RuntimeTool) -> Path | None:
+def _find_setuid_starter(tool: RuntimeTool) -> Path | None:
     """Return the setuid program of a runtime that starts containers, or None if the runtime is not setuid."""
     # The starter of PREFIX/bin/singularity is PREFIX/libexec/singularity/bin/starter-suid.
     prefix = tool.path.resolve().parent.parent
@@ -194,39 +198,44 @@ def _setuid_starter(tool: RuntimeTool) -> Path | None:
 
 
 def _check_namespaces(machine: Machine) -> Check:
-    """Check whether the kernel allows ordinary users to create a user namespace."""
-    name = "user namespaces"
+    """Check whether the kernel allows ordinary users to create a user namespace.
+
+    A runtime that is not setuid needs one to start a container. The first setting that forbids it is
+    reported.
+    """
+    check_name = "user namespaces"
     for setting in (*rights.SETTINGS, _APPARMOR):
         if rights.forbids_namespaces(machine.root, setting):
-            text = f"{setting.problem}: ordinary users cannot start a container"
+            problem = f"{setting.problem}: ordinary users cannot start a container"
             # AppArmor is only a warning, because its profile may exempt the runtime.
             verdict: Verdict = "warn" if setting is _APPARMOR else "fail"
-            return Check(name, verdict, text, f"{setting.hint}; or install the runtime setuid")
+            return Check(check_name, verdict, problem, f"{setting.hint}; or install the runtime setuid")
     max_namespaces = rights.read_small_file(machine.root / rights.MAX_NAMESPACES) or "any number"
-    return Check(name, "ok", f"allowed, at most {max_namespaces}")
+    return Check(check_name, "ok", f"allowed, at most {max_namespaces}")
 
 
 def _check_definitions(machine: Machine) -> Check:
     """Check how ``imgkit build --with apptainer``, a build without an engine, would run a recipe's steps."""
-    name = "build --with apptainer"
+    check_name = "build --with apptainer"
     user_rights = rights.inspect_rights(root=machine.root, uid=machine.uid)
     if not user_rights.way:
-        return Check(name, "warn", user_rights.problem, user_rights.hint)
+        return Check(check_name, "warn", user_rights.problem, user_rights.hint)
     steps = f"steps run {user_rights.way}"
     if user_rights.problem:
-        return Check(name, "warn", f"{steps}; {user_rights.problem}", user_rights.hint)
-    return Check(name, "ok", steps)
+        return Check(check_name, "warn", f"{steps}; {user_rights.problem}", user_rights.hint)
+    return Check(check_name, "ok", steps)
 
 
 def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
     """Check how ``imgkit sif`` would write a .sif: by itself, or with the runtime `tool`, which is slower.
 
     If `tool` is None, there is no runtime, and the verdict of `tool_check` decides whether that is a failure.
+    `tool_check` is the check of the runtime, which is skipped if the recipe needs none.
     """
-    name = "imgkit sif"
+    check_name = "imgkit sif"
     hint = squash.INSTALL
     try:
-        squasher = squash.choose()
+        squasher = squash.choose()  # the program with which imgkit itself would make the squashfs
     except ToolMissing as error:
         obstacle = error.what
         # If there is an mksquashfs that imgkit cannot use, its version explains why.
@@ -234,15 +243,15 @@ def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
         if path:
             obstacle += f" (version {mksquashfs.read_version(path)})"
         if tool is None:
-            text = f"cannot convert: {obstacle}, and there is no runtime"
-            return Check(name, tool_check.verdict, text, hint)
-        return Check(name, "warn", f"{tool} builds the file, which is slower: {obstacle}", hint)
-    text = f"writes the file itself, with {squasher}"
+            finding = f"cannot convert: {obstacle}, and there is no runtime"
+            return Check(check_name, tool_check.verdict, finding, hint)
+        return Check(check_name, "warn", f"{tool} builds the file, which is slower: {obstacle}", hint)
+    finding = f"writes the file itself, with {squasher}"
     if squasher.note:
-        return Check(name, "warn", f"{text}; {squasher.note}", hint)
+        return Check(check_name, "warn", f"{finding}; {squasher.note}", hint)
     if squasher.zstd_error:
-        return Check(name, "warn", f"{text}, which lacks zstd: gzip, slower at every start", hint)
-    return Check(name, "ok", f"{text}; it runs under {runtime.FLOOR}")
+        return Check(check_name, "warn", f"{finding}, which lacks zstd: gzip, slower at every start", hint)
+    return Check(check_name, "ok", f"{finding}; it runs under {runtime.FLOOR}")
 
 
 def _check_zstd() -> Check:
@@ -255,17 +264,21 @@ def _check_zstd() -> Check:
 
 
 def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
-    """Check the free space in the folder for temporary files and in the current folder."""
+    """Check the free space in the folder for temporary files and in the current folder.
+
+    `purpose` is ``build``, ``sif`` or ``any``. The folders must have space for what it writes.
+    """
     current = Path.cwd()
     # A build with an engine writes no .sif.
     sif_bytes = 0 if purpose == "build" else _SIF_SPACE_BYTES
     try:
+        # Only the folder of this path counts: it is where temporary files go by default.
         scratch = tmp_base(current / "image.sif", None)
     except UsageError as error:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
     else:
         yield _check_scratch(machine, scratch, current, sif_bytes)
-        # The check above has already covered the current folder.
+        # The check above has already covered the current folder. For a build, more space is needed here.
         if scratch == current and purpose != "build":
             return
     yield _check_space("disk here", current, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
@@ -276,7 +289,7 @@ def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: in
 
     The .sif itself is written to the folder `current` and needs `sif_bytes`.
     """
-    needed_bytes = _scratch_bytes()
+    needed_bytes = _estimate_scratch_bytes()
     if scratch.stat().st_dev == current.stat().st_dev:
         # If both folders are on the same disk, it must hold the .sif as well as the temporary files.
         needed_bytes += sif_bytes
@@ -287,7 +300,7 @@ def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: in
     return check
 
 
-def _scratch_bytes() -> int:
+def _estimate_scratch_bytes() -> int:
     """Return the size of the temporary files that `imgkit sif` makes for one of NVIDIA's images.
 
     The size depends on the program that writes the file. A new mksquashfs needs no temporary files, and a
@@ -302,26 +315,26 @@ def _scratch_bytes() -> int:
 
 def _check_space(name: str, folder: Path, needed_bytes: int) -> Check:
     """Check whether `folder` has `needed_bytes` of free space."""
-    free = shutil.disk_usage(folder).free
-    text = f"{size_text(free)} free in {folder}"
-    if free >= needed_bytes:
-        return Check(name, "ok", text)
+    free_bytes = shutil.disk_usage(folder).free
+    finding = f"{size_text(free_bytes)} free in {folder}"
+    if free_bytes >= needed_bytes:
+        return Check(name, "ok", finding)
     hint = f"an NVIDIA PyTorch image needs {size_text(needed_bytes)}: use a folder with more space"
-    return Check(name, "warn", text, hint)
+    return Check(name, "warn", finding, hint)
 
 
 def _file_system(machine: Machine, folder: Path) -> str:
     """Return the type of the file system that holds `folder`, such as ``ext4``, or "" if it is unknown."""
-    resolved = folder.resolve()
-    deepest = 0
+    real_folder = folder.resolve()
+    deepest_parts = 0
     file_system = ""
     # Each line is "DEVICE PATH TYPE OPTIONS ...". The mount with the longest path that contains `folder`
     # counts. If two mounts have the same path, the later one hides the earlier one.
     for line in rights.read_small_file(machine.root / "proc/mounts").splitlines():
         _, path, mount_type, *_ = line.split()
         mount = Path(path.replace("\\040", " "))  # the kernel writes a space as \040
-        if resolved.is_relative_to(mount) and len(mount.parts) >= deepest:
-            deepest = len(mount.parts)
+        if real_folder.is_relative_to(mount) and len(mount.parts) >= deepest_parts:
+            deepest_parts = len(mount.parts)
             file_system = mount_type
     return file_system
 
@@ -329,16 +342,16 @@ def _file_system(machine: Machine, folder: Path) -> str:
 def _check_emulation(machine: Machine, target: Target | None) -> Iterator[Check]:
     """Check whether this machine can run programs of the architecture of `target`.
 
-    Nothing is checked if the recipe allows this machine's own architecture.
+    Nothing is checked if there is no recipe (`target` is None), or if it allows this machine's architecture.
     """
     if target is None or f"linux/{machine.arch}" in target.platforms:
         return
     # The first platform of a recipe is its default.
     _, _, arch = target.platforms[0].partition("/")
-    problem = emulator_problem(arch, root=machine.root)
+    problem = emulator_problem(arch, root=machine.root)  # empty if qemu can run such programs
     if not problem:
         yield Check("emulation", "ok", f"qemu runs {arch} programs on this {machine.arch} machine")
         return
-    text = f"{target.name} is for {arch}, this machine is {machine.arch}: {problem}"
+    finding = f"{target.name} is for {arch}, this machine is {machine.arch}: {problem}"
     hint = f"docker run --privileged --rm tonistiigi/binfmt --install {arch}; or build on {arch}"
-    yield Check("emulation", "warn", text, hint)
+    yield Check("emulation", "warn", finding, hint)

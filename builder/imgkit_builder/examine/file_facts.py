@@ -95,6 +95,8 @@ def is_image_file(name: str) -> bool:
 def read_file_facts(name: str) -> FileFacts | PackagesFacts:
     """Return the facts about the file `name`, which is a .sif, a .sqsh, or a file of ``imgkit add``.
 
+    Most of them are from the record, a description of the content that imgkit writes into such a file.
+
     Raises
     ------
     CheckFailed : the file is damaged, or has no record because another program made it.

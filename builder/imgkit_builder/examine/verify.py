@@ -81,6 +81,7 @@ def _check_archive(path: Path, contents: Contents) -> Iterator[Check]:
         yield Check("archive", "fail", contents.problem, _COPY_AGAIN)
         return
     tags = ", ".join(image.names) or "no tag"
+    # Blobs are the files of the archive. Their names are digests, with which their contents were compared.
     damage = f"damaged: {contents.wrong_blobs[0]}" if contents.wrong_blobs else ""
     yield _make_check("archive", damage, f"one image, {_platform_text(image)}, {tags}")
     yield _make_check("image id", image.id_problem, image.config.image_id)
@@ -102,34 +103,39 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
     """Compare `actual`, the SHA-256 digest of the file `path`, with the digests in its two sidecars.
 
     The sidecars of ``X`` are ``X.sha256`` and ``X.manifest.json``. If both are missing, the check warns. If
-    only ``X.sha256`` is missing, the check fails, because a save was probably interrupted.
+    only ``X.sha256`` is missing, the check fails, because a save was probably interrupted. It also fails if
+    a sidecar is damaged or has another digest.
+
+    `size_bytes` is the size of the file. It appears in messages, and shows whether a copy is incomplete.
     """
     try:
-        recorded = sidecar.read_sha256(path)
+        recorded_sha256 = sidecar.read_sha256(path)
         description = sidecar.read_sidecar(path)
     except UsageError as error:
         return Check("sha256", "fail", error.what, f"{error.where}: {_COPY_AGAIN}")
-    name = sidecar.sha256_path(path).name
+    checksum_name = sidecar.sha256_path(path).name
     summary = f"{actual} ({size_bytes} bytes)"
     # An interrupted save may leave X.manifest.json without X.sha256, which is written last.
-    if recorded is None:
+    if recorded_sha256 is None:
         if description is None:
-            return Check("sha256", "warn", f"{summary}; {name} is missing", f"copy {name} as well")
+            return Check(
+                "sha256", "warn", f"{summary}; {checksum_name} is missing", f"copy {checksum_name} as well"
+            )
         problem, repair = sidecar.describe_incomplete(path, actual, description)
         return Check("sha256", "fail", problem, repair)
     differences = ""
-    if recorded != actual:
-        differences += f", {name} says {recorded}"
+    if recorded_sha256 != actual:
+        differences += f", {checksum_name} says {recorded_sha256}"
     archive = description.archive if description else None
     if archive and archive.sha256 != actual:
         differences += f", {sidecar.json_path(path).name} says {archive.sha256}"
     if not differences:
         return Check("sha256", "ok", summary)
-    text = f"is {actual}{differences}"
+    mismatch = f"is {actual}{differences}"
     # A different size shows that a copy was interrupted.
     if archive and archive.size_bytes != size_bytes:
-        text += f"; the file has {size_bytes} of {archive.size_bytes} bytes"
-    return Check("sha256", "fail", text, _COPY_AGAIN)
+        mismatch += f"; the file has {size_bytes} of {archive.size_bytes} bytes"
+    return Check("sha256", "fail", mismatch, _COPY_AGAIN)
 
 
 def _check_layers(image: SelectedImage[HashedFile]) -> Check:
@@ -139,20 +145,26 @@ def _check_layers(image: SelectedImage[HashedFile]) -> Check:
     """
     if image.count_problem:
         return Check("layers", "fail", image.count_problem, _COPY_AGAIN)
+    # The configuration names the digest of each layer (its diff id) in the order of the layers.
     for (layer, file), diff_id in zip(image.layers, image.config.diff_ids, strict=True):
-        # `diff_id` is empty if the layer was not unpacked.
+        # `file.diff_id` is empty if the layer was not unpacked.
         if file.diff_id not in ("", diff_id):
             problem = f"{layer} has {file.diff_id}, the configuration says {diff_id}"
             return Check("layers", "fail", problem, _COPY_AGAIN)
-    text = f"{len(image.layers)}, as the configuration lists them"
+    summary = f"{len(image.layers)}, as the configuration lists them"
     packed_layers = [layer for layer, file in image.layers if not file.diff_id]
     if packed_layers:
-        return Check("layers", "warn", f"{text}; {len(packed_layers)} compressed with zstd were not checked")
-    return Check("layers", "ok", text)
+        return Check(
+            "layers", "warn", f"{summary}; {len(packed_layers)} compressed with zstd were not checked"
+        )
+    return Check("layers", "ok", summary)
 
 
 def _check_description(path: Path, contents: Contents, image: SelectedImage[HashedFile]) -> Check:
-    """Compare the image in the archive with its description in ``X.manifest.json``, if that file exists."""
+    """Compare the image in the archive with its description in ``X.manifest.json``, if that file exists.
+
+    This file beside the archive ``X`` is its sidecar. If it is missing, the check is skipped.
+    """
     try:
         description = sidecar.read_sidecar(path)
     except UsageError as error:
@@ -169,7 +181,10 @@ def _check_description(path: Path, contents: Contents, image: SelectedImage[Hash
 
 
 def _describe_difference(description: Sidecar, contents: Contents, image: SelectedImage[HashedFile]) -> str:
-    """Return a text about the first difference between the sidecar and the archive, or "" if they agree."""
+    """Return a text about the first difference between the sidecar and the archive, or "" if they agree.
+
+    `description` is the content of the sidecar, the file ``X.manifest.json`` beside the archive.
+    """
     recorded = description.image
     if recorded.id != image.config.image_id:
         return f"it describes image {recorded.id}, the archive has {image.config.image_id}"
@@ -189,7 +204,11 @@ def _platform_text(image: SelectedImage[HashedFile]) -> str:
 
 
 def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
-    """Check a .sif: its checksum file, header, root partition, overlays, and the manifest in its image."""
+    """Check a .sif: its checksum file, header, root partition, overlays, and the manifest in its image.
+
+    If the header is damaged, nothing after it is checked. The root partition has the files of the image, and
+    its digest is compared with imgkit's record in the .sif.
+    """
     if sidecar.sha256_path(path).exists():
         report.stage(f"read {path.name}")
         yield check_checksum(path, read.hash_file(path, report=report), path.stat().st_size)
@@ -207,10 +226,13 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
     report.stage(f"read {path.name}")
     root = _check_content("root partition", image.record, sif.root_sha256(path, advance=report.advance))
     yield root
-    # A runtime would show the files of an overlay in place of the files that were checked.
+    # A runtime would show the files of an overlay in place of the files that were checked. If another tool
+    # made the .sif (it has no record), an overlay may be intended.
     if image.record is not None and image.overlays:
-        text = f"{len(image.overlays)} partitions that a runtime lays over the image, and imgkit writes none"
-        yield Check("overlays", "fail", text, "convert the image again: imgkit sif")
+        overlay_problem = (
+            f"{len(image.overlays)} partitions that a runtime lays over the image, and imgkit writes none"
+        )
+        yield Check("overlays", "fail", overlay_problem, "convert the image again: imgkit sif")
     if root.verdict == "fail":
         yield Check("manifest", "skip", "not checked: the root partition is damaged")
         return
@@ -218,7 +240,11 @@ def _check_sif(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
-    """Check a .sqsh: its squashfs, checksum file, content, and the manifest in its image."""
+    """Check a .sqsh: its squashfs, checksum file, content, and the manifest in its image.
+
+    The content is compared with imgkit's record, which is at the end of the file. If the squashfs is damaged,
+    nothing after it is checked.
+    """
     report.stage(f"read {path.name}")
     try:
         superblock = sqsh.check_structure(path)
@@ -228,6 +254,7 @@ def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
         yield Check("squashfs", "fail", error.what, error.hint or _COPY_AGAIN)
         return
     yield check_checksum(path, file_sha256, path.stat().st_size)
+    # Only the record tells the architecture. `_check_manifest` accepts any image for "unknown".
     arch = record.arch if record else "unknown"
     arch_text = record.arch if record else "unknown architecture"
     yield Check("squashfs", "ok", f"{arch_text}, with {superblock.compressor}")
@@ -240,24 +267,29 @@ def _check_sqsh(path: Path, report: Reporter) -> Iterator[Check]:
 
 
 def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
-    """Check a file of packages that ``imgkit add`` wrote, and whether it belongs to the image beside it."""
+    """Check a file of packages that ``imgkit add`` wrote, and whether it belongs to the image beside it.
+
+    The file is a squashfs with a record of its content at the end. If the record is damaged, nothing else is
+    checked.
+    """
     report.stage(f"read {path.name}")
     try:
         stored_record = record.read(path)
-        actual = record.squashfs_sha256(path)
+        actual_sha256 = record.squashfs_sha256(path)
     except CheckFailed as error:
         yield Check("record", "fail", error.what, error.hint or "")
         return
-    damage = ""
-    if actual != stored_record.squashfs_sha256:
-        damage = f"has sha256 {actual}, the record says {stored_record.squashfs_sha256}"
-    yield _make_check("content", damage, f"{len(stored_record.packages)} packages, sha256 {actual}")
+    mismatch = ""
+    if actual_sha256 != stored_record.squashfs_sha256:
+        mismatch = f"has sha256 {actual_sha256}, the record says {stored_record.squashfs_sha256}"
+    yield _make_check("content", mismatch, f"{len(stored_record.packages)} packages, sha256 {actual_sha256}")
     # ``imgkit add`` writes the file into the folder of its image.
     image = path.with_name(stored_record.image)
     if not image.exists():
         yield Check("image", "skip", f"{image.name} is not beside it")
         return
     try:
+        # Only the errors count: it raises one if the packages were made for another image.
         record.read_records_for([str(path)], image)
     except UsageError as error:
         yield Check("image", "fail", error.what, error.hint or "")
@@ -271,11 +303,11 @@ def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check
     If another tool made the file, there is no record and the check warns. `name` is the name of the check.
     """
     if record is None:
-        text = f"sha256 {actual}; the file has no record of imgkit"
-        return Check(name, "warn", text, "another tool made it: imgkit sif writes a record")
+        finding = f"sha256 {actual}; the file has no record of imgkit"
+        return Check(name, "warn", finding, "another tool made it: imgkit sif writes a record")
     if record.root_sha256 != actual:
-        text = f"has sha256 {actual}, the record says {record.root_sha256}"
-        return Check(name, "fail", text, "copy it again, or convert it again")
+        finding = f"has sha256 {actual}, the record says {record.root_sha256}"
+        return Check(name, "fail", finding, "copy it again, or convert it again")
     source = record.source or record.image_id
     return Check(name, "ok", f"sha256 {actual}, as recorded; from {source}, by {record.runtime}")
 
@@ -283,24 +315,29 @@ def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check
 def _check_manifest(path: Path, arch: str) -> Check:
     """Check that the image has a manifest of imgkit with the same architecture as the file.
 
+    The manifest is a file in the image that names its recipe and base. If it is missing, the check warns. If
+    the program that reads the squashfs is missing, the check is skipped.
+
     `arch` is the architecture of the file, or ``unknown``.
     """
-    name = "manifest"
+    check_name = "manifest"
     try:
-        text = unsquash.baked_facts(path).manifest
-        if not text:
-            return Check(name, "warn", f"no {manifest.MANIFEST_JSON}: imgkit did not build this image")
-        parsed = manifest.from_json(text)
+        manifest_json = unsquash.baked_facts(path).manifest
+        if not manifest_json:
+            return Check(check_name, "warn", f"no {manifest.MANIFEST_JSON}: imgkit did not build this image")
+        parsed = manifest.from_json(manifest_json)
     except ToolMissing as error:
-        return Check(name, "skip", f"not read: {error.what}", error.hint or "")
+        return Check(check_name, "skip", f"not read: {error.what}", error.hint or "")
     except ImgkitError as error:
-        return Check(name, "fail", error.what, error.hint or "")
+        return Check(check_name, "fail", error.what, error.hint or "")
     _, _, manifest_arch = parsed.platform.partition("/")
     # A .sqsh of another program does not record its architecture, which is then "unknown".
     if arch not in (manifest_arch, "unknown"):
         problem = f"it says {parsed.platform}, but the file is for {arch}"
-        return Check(name, "fail", problem, "convert it again")
+        return Check(check_name, "fail", problem, "convert it again")
     base = parsed.base.name
     if parsed.base.standin:
         base += " (a stand-in)"
-    return Check(name, "ok", f"recipe {parsed.recipe} on {base}, {parsed.platform}, imgkit {parsed.imgkit}")
+    return Check(
+        check_name, "ok", f"recipe {parsed.recipe} on {base}, {parsed.platform}, imgkit {parsed.imgkit}"
+    )

@@ -5,8 +5,8 @@ stop the collection. The inventory lists it under `left_out`. Hard links are onl
 files, so that no link can lead out of the image.
 
 The inventory must have the same bytes on every version of Python. The standard library can parse TOML only
-from Python 3.11 on. So `_locked_files` does not parse the image's lock as TOML. It picks the lines that it
-needs, in the form in which ``recipe.lock_file`` writes them.
+from Python 3.11 on. So `_parse_locked_files` does not parse the image's lock as TOML. It picks the lines
+that it needs, in the form in which ``recipe.lock_file`` writes them.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class InventoryCollector:
 
     def __init__(self) -> None:
         self._packages: list[Package] = []
-        self._python: dict[str, Package | None] = {}
+        self._python_by_path: dict[str, Package | None] = {}
         """The package that each collected file describes, by the path of the file.
 
         The value is None if the file does not describe a package.
         """
-        self._hard_links: dict[str, str] = {}
+        self._target_by_link: dict[str, str] = {}
         """The target of each hard link whose name is that of a file that describes a package."""
-        self._releases: dict[str, dict[str, str]] = {}
+        self._release_values_by_path: dict[str, dict[str, str]] = {}
         self._baked: list[BakedFile] = []
         self._manifest: Manifest | None = None
         self._locked: dict[_LockKey, _LockedFile] = {}
@@ -94,9 +94,11 @@ class InventoryCollector:
         if path.endswith(packages.PYTHON_ENDINGS):
             return True
         if path.startswith(_DPKG_LIST_FOLDER):
+            # Beside the entry of a package, there may be a list of its files.
             return not path.endswith(".md5sums")
         if path.startswith(_IMGKIT_PREFIX):
             is_in_subfolder = "/" in path.removeprefix(_IMGKIT_PREFIX)
+            # The image's own SPDX document is made from this inventory, so it cannot be part of it.
             return path != SPDX_PATH and not is_in_subfolder
         return path == _DPKG_LIST or path in _OS_RELEASE_FILES
 
@@ -116,16 +118,18 @@ class InventoryCollector:
             # it.
             self._leave_out(path, "too large")
         if path.endswith(packages.PYTHON_ENDINGS):
-            self._store(self._python, path, packages.python_package(path, text))
+            self._store(self._python_by_path, path, packages.python_package(path, text))
         elif path in _OS_RELEASE_FILES:
-            self._releases[path] = _parse_os_release(text)
+            # The files may come in any order, so `_choose_os_release` chooses between them later.
+            self._release_values_by_path[path] = _parse_os_release(text)
         else:
+            # If the file is too large, its text is empty here, and no package is added.
             self._add_debian_packages(path, text)
 
     def add_hard_link(self, path: str, target: str) -> None:
         """Record a hard link, which is a second path of a file that describes a package."""
         if self.is_relevant(path):
-            self._store(self._hard_links, path, target)
+            self._store(self._target_by_link, path, target)
 
     def inventory(self, *, arch: str, created_s: int) -> Inventory:
         """Return the inventory of an image, made from the files that were added so far.
@@ -138,33 +142,35 @@ class InventoryCollector:
         if self._manifest is not None:
             recipe = self._manifest.recipe
             base = self._manifest.base
-        release = self._os_release()
-        # This is a set because two files may describe the same package.
-        listed = {self._with_locked_file(package) for package in self._packages}
-        listed.update(self._with_locked_file(package) for package in self._python_packages())
+        release = self._choose_os_release()
+        # The lock may have been added after the packages, so its digests are looked up only now. This is a
+        # set because two files may describe the same package.
+        listed_packages = {self._complete_from_lock(package) for package in self._packages}
+        listed_packages.update(self._complete_from_lock(package) for package in self._list_python_packages())
         return Inventory(
             recipe=recipe,
             base=base.name,
+            # ``repo@sha256:...`` -> ``sha256:...``, or the id of a base that was never in a registry
             base_digest=base.digest.partition("@")[2] or base.id,
             distribution=release.get("ID", ""),
             release=release.get("VERSION_ID", ""),
             arch=arch,
             created_s=created_s,
-            packages=tuple(sorted(listed)),
+            packages=tuple(sorted(listed_packages)),
             baked=tuple(sorted(self._baked)),
             left_out=tuple(sorted(self._left_out)),
         )
 
-    def _os_release(self) -> dict[str, str]:
+    def _choose_os_release(self) -> dict[str, str]:
         """Return ID and VERSION_ID from the first os-release file that has at least one of them."""
         for path in _OS_RELEASE_FILES:
-            if self._releases.get(path):
-                return self._releases[path]
+            if self._release_values_by_path.get(path):
+                return self._release_values_by_path[path]
         return {}
 
-    def _with_locked_file(self, package: Package) -> Package:
+    def _complete_from_lock(self, package: Package) -> Package:
         """Return `package` with the SHA-256 digest and URL from the lock, if the lock has them."""
-        key = _lock_key(package.name, package.version, package.architecture)
+        key = _make_lock_key(package.name, package.version, package.architecture)
         locked = self._locked.get(key, _LockedFile())
         return dataclasses.replace(package, sha256=locked.sha256, url=locked.url)
 
@@ -184,7 +190,7 @@ class InventoryCollector:
                 # The image may be of unknown origin, so a wrong manifest must not end the collection.
                 self._leave_out(path, "not a manifest of imgkit")
         elif f"/{path}" == manifest.LOCK_TOML:
-            self._locked = _locked_files(data.decode("utf-8", "replace"))
+            self._locked = _parse_locked_files(data.decode("utf-8", "replace"))
 
     def _add_debian_packages(self, path: str, text: str) -> None:
         """Record the Debian packages in `text`, the content of the file `path`.
@@ -200,16 +206,17 @@ class InventoryCollector:
             else:
                 self._leave_out(path, package_or_problem)
 
-    def _python_packages(self) -> list[Package]:
+    def _list_python_packages(self) -> list[Package]:
         """Return the installed Python packages.
 
         An image may store a file once and make its other copies hard links. So if a hard link points to a
-        collected file, the package is also installed in the folder of the link.
+        collected file, the package is also installed in the folder of the link. This is done last, because a
+        link may come before its target.
         """
-        packages_by_path = dict(self._python)
-        for path, target in self._hard_links.items():
+        packages_by_path = dict(self._python_by_path)
+        for path, target in self._target_by_link.items():
             if path.endswith(packages.PYTHON_ENDINGS):
-                packages_by_path[path] = _linked_package(path, packages_by_path.get(target))
+                packages_by_path[path] = _find_linked_package(path, packages_by_path.get(target))
         installed = []
         for package in packages_by_path.values():
             if package is not None and packages.is_installed_python(package):
@@ -236,7 +243,7 @@ class InventoryCollector:
             self._left_out.add(f"/{path}: {reason}".encode("ascii", "backslashreplace").decode())
 
 
-def _linked_package(path: str, original: Package | None) -> Package | None:
+def _find_linked_package(path: str, original: Package | None) -> Package | None:
     """Return the Python package that is installed in the folder of the hard link `path`.
 
     `original` is the package that the target of the link describes. If it is None, the name and version are
@@ -253,38 +260,39 @@ def _parse_os_release(text: str) -> dict[str, str]:
 
     Values with unusual characters are left out, because the file may be of unknown origin.
     """
-    values = {}
+    release_values = {}
     for line in text.splitlines():
         name, _, quoted = line.partition("=")
         value = quoted.strip("\"'")
         if name in ("ID", "VERSION_ID") and _RELEASE_VALUE.fullmatch(value):
-            values[name] = value
-    return values
+            release_values[name] = value
+    return release_values
 
 
-def _lock_key(name: str, version: str, architecture: str) -> _LockKey:
+def _make_lock_key(name: str, version: str, architecture: str) -> _LockKey:
     """Return the key of a package in a lock. It is the same for ``Flash_Attn`` and ``flash-attn``."""
     if not architecture:  # a Python package
         name = canonicalize_name(name)
     return (name, version, architecture)
 
 
-def _locked_files(text: str) -> dict[_LockKey, _LockedFile]:
+def _parse_locked_files(text: str) -> dict[_LockKey, _LockedFile]:
     """Return what `text`, the content of a lock file, records about the file of each package.
 
-    The URL is empty if the lock has none, or one in a form that imgkit does not write.
+    The URL is empty if the lock has none, or one in a form that imgkit does not write. A package without a
+    valid digest is left out. The lock is not parsed as TOML, because not every supported Python can do that.
     """
-    files = {}
+    files_by_package = {}
     # The text before the first table has no packages.
     _, *tables = _TABLE_START.split(text)
     for table in tables:
-        values = _parse_lock_table(table)
-        if not _SHA256.fullmatch(values["sha256"]):
-            continue
-        key = _lock_key(values["name"], values["version"], values["architecture"])
-        url = values["url"] if _URL.fullmatch(values["url"]) else ""
-        files[key] = _LockedFile(sha256=values["sha256"], url=url)
-    return files
+        table_values = _parse_lock_table(table)
+        if not _SHA256.fullmatch(table_values["sha256"]):
+            continue  # the image may be of unknown origin, so nothing in its lock is trusted
+        key = _make_lock_key(table_values["name"], table_values["version"], table_values["architecture"])
+        url = table_values["url"] if _URL.fullmatch(table_values["url"]) else ""
+        files_by_package[key] = _LockedFile(sha256=table_values["sha256"], url=url)
+    return files_by_package
 
 
 def _parse_lock_table(text: str) -> dict[str, str]:
@@ -292,12 +300,12 @@ def _parse_lock_table(text: str) -> dict[str, str]:
 
     A value that the table does not have is "". Lines in a form that imgkit does not write are skipped.
     """
-    values = dict.fromkeys(("name", "version", "architecture", "url", "sha256"), "")
-    table, _, _ = text.partition("\n[")
+    values_by_key = dict.fromkeys(("name", "version", "architecture", "url", "sha256"), "")
+    table, _, _ = text.partition("\n[")  # "[" at the start of a line begins the next table
     for line in table.splitlines():
         match = _TABLE_LINE.fullmatch(line)
         if match is not None:
             # A quoted string in TOML, as imgkit writes it, is also a valid string in JSON.
             with contextlib.suppress(ValueError):
-                values[match["key"]] = str(json_text.parse(match["quoted"]))
-    return values
+                values_by_key[match["key"]] = str(json_text.parse(match["quoted"]))
+    return values_by_key

@@ -87,7 +87,8 @@ class Inventory:
 def debian_packages(text: str) -> Iterator[Package | str]:
     """Yield the installed packages in `text`, which is dpkg's list or one paragraph of it.
 
-    For an entry that is not a valid package, yield a text such as ``entry 7 is not a package``.
+    For an entry that is not a valid package, yield a text such as ``entry 7 is not a package``. The inventory
+    lists it under what was left out.
     """
     paragraphs = [paragraph for paragraph in _PARAGRAPH_END.split(text.strip()) if paragraph]
     for entry_number, paragraph in enumerate(paragraphs, 1):
@@ -100,10 +101,11 @@ def debian_packages(text: str) -> Iterator[Package | str]:
         # entry without a status counts as installed.
         if status.endswith(("not-installed", "config-files")):
             continue
+        # The image may be of unknown origin, so only well-formed values are passed on.
         is_named = _DEB_NAME.fullmatch(name) and _DEB_VERSION.fullmatch(version)
         if is_named and _ARCHITECTURE.fullmatch(architecture):
             yield Package(kind="deb", name=name, version=version, architecture=architecture)
-        elif name or status:
+        elif name or status:  # a paragraph with neither is no entry of dpkg
             yield f"entry {entry_number} is not a package"
 
 

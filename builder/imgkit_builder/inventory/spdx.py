@@ -18,7 +18,7 @@ from imgkit_entrypoints import __version__
 
 _NAMESPACE = "https://spdx.org/spdxdocs/imgkit-"
 # The word of SPDX for an unknown value.
-_NONE = "NOASSERTION"
+_UNKNOWN_VALUE = "NOASSERTION"
 # The ids of the document, and of the two SPDX packages that represent the image and its base.
 _DOCUMENT = "SPDXRef-DOCUMENT"
 _IMAGE = "SPDXRef-Image"
@@ -26,36 +26,40 @@ _BASE = "SPDXRef-Base"
 
 
 def spdx_document(inventory: Inventory) -> str:
-    """Return the SPDX document about `inventory` as JSON text."""
-    name = inventory.recipe or "image"
-    images = [_image_element(name, _IMAGE, comment=f"linux/{inventory.arch}")]
+    """Return the SPDX document about `inventory` as JSON text.
+
+    The same inventory and version of imgkit always give the same text.
+    """
+    document_name = inventory.recipe or "image"
+    image_elements = [_image_element(document_name, _IMAGE, comment=f"linux/{inventory.arch}")]
     relationships = [_relationship(_DOCUMENT, "DESCRIBES", _IMAGE)]
     if inventory.base:
-        images.append(_base_element(inventory))
+        image_elements.append(_base_element(inventory))
         relationships.append(_relationship(_IMAGE, "DESCENDANT_OF", _BASE))
-    packages = [_package_element(package, inventory) for package in inventory.packages]
-    for element in packages:
+    package_elements = [_package_element(package, inventory) for package in inventory.packages]
+    for element in package_elements:
         relationships.append(_relationship(_IMAGE, "CONTAINS", element["SPDXID"]))
-    files = [_file_element(file) for file in inventory.baked]
-    for element in files:
+    file_elements = [_file_element(file) for file in inventory.baked]
+    for element in file_elements:
         # The document describes these files directly. If they were contained in the image, SPDX would demand
         # a digest over all files of the image.
         relationships.append(_relationship(_DOCUMENT, "DESCRIBES", element["SPDXID"]))
     created = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(inventory.created_s))
-    data: dict[str, Any] = {
+    document: dict[str, Any] = {
         "spdxVersion": "SPDX-2.3",
         "dataLicense": "CC0-1.0",
         "SPDXID": _DOCUMENT,
-        "name": name,
+        "name": document_name,
         "creationInfo": {"created": created, "creators": [f"Tool: imgkit-{__version__}"]},
-        "packages": images + packages,
-        "files": files,
+        "packages": image_elements + package_elements,
+        "files": file_elements,
         "relationships": relationships,
     }
     if inventory.left_out:
-        data["comment"] = "left out: " + "; ".join(inventory.left_out)
-    data["documentNamespace"] = _NAMESPACE + hashlib.sha256(json.dumps(data).encode()).hexdigest()
-    return json.dumps(data, indent=1) + "\n"
+        document["comment"] = "left out: " + "; ".join(inventory.left_out)
+    # SPDX demands a unique name for each document. It is a digest of the rest, so it must be added last.
+    document["documentNamespace"] = _NAMESPACE + hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    return json.dumps(document, indent=1) + "\n"
 
 
 def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
@@ -63,7 +67,7 @@ def _image_element(name: str, spdx_id: str, **fields: Any) -> dict[str, Any]:
     return {
         "name": name,
         "SPDXID": spdx_id,
-        "downloadLocation": _NONE,
+        "downloadLocation": _UNKNOWN_VALUE,
         "filesAnalyzed": False,
         "primaryPackagePurpose": "CONTAINER",
         **fields,
@@ -91,12 +95,13 @@ def _package_element(package: Package, inventory: Inventory) -> dict[str, Any]:
         "referenceType": "purl",
         "referenceLocator": package_url(package, inventory),
     }
+    # The folder is part of the id, because a Python package may be installed in several folders.
     spdx_id = _spdx_id(package.kind, package.name, package.version, package.architecture, package.folder)
     element: dict[str, Any] = {
         "name": package.name,
         "SPDXID": spdx_id,
         "versionInfo": package.version,
-        "downloadLocation": package.url or _NONE,
+        "downloadLocation": package.url or _UNKNOWN_VALUE,
         "filesAnalyzed": False,
         "externalRefs": [purl],
     }
@@ -133,7 +138,7 @@ def _relationship(element_id: str, kind: str, related_id: str) -> dict[str, str]
 
 
 def package_url(package: Package, inventory: Inventory) -> str:
-    """Return the package URL of `package`.
+    """Return the package URL of `package`, by which scanners look up its vulnerabilities.
 
     For example, ``pkg:pypi/torch@2.3.0`` or
     ``pkg:deb/ubuntu/zlib1g@1:1.2.11?arch=amd64&distro=ubuntu-22.04``.

@@ -19,9 +19,11 @@ APT = "apt"
 """The name of the step that installs Debian packages. The steps of pip have numbers, as in a lock file."""
 # A line of ``apt-get --print-uris``: 'http://deb.debian.org/debian/pool/main/g/git/git_2.39.2-1_amd64.deb'
 # git_1%3a2.39.2-1_amd64.deb 7171212 SHA256:...
-_URI = re.compile(r"'(?P<url>[^']+)' (?P<file>\S+_\S+_\S+\.deb) (?P<size>\d+)(?: SHA256:(?P<sha256>\S+))?")
+_URI_LINE = re.compile(
+    r"'(?P<url>[^']+)' (?P<file>\S+_\S+_\S+\.deb) (?P<size>\d+)(?: SHA256:(?P<sha256>\S+))?"
+)
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_HTTP = ("http://", "https://")
+_HTTP_PREFIXES = ("http://", "https://")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +64,14 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
     """
     debs = []
     for line in text.splitlines():
-        match = _URI.match(line)
+        match = _URI_LINE.match(line)
         if match is None:  # a warning that apt has printed between the packages
             continue
+        # None of the three parts can contain "_" itself.
         name, version, architecture = match["file"].removesuffix(".deb").split("_")
         url = without_credentials(match["url"])
         sha256 = match["sha256"] or ""
-        if not url.startswith(_HTTP):
+        if not url.startswith(_HTTP_PREFIXES):
             raise Unresolved(APT, f"apt takes {name} from {url}, which no other machine can read", name)
         if not _SHA256.fullmatch(sha256):
             raise Unresolved(APT, f"the archive states no sha256 of {name}: {match[0]}", name)
@@ -101,22 +104,23 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     Unresolved : no index has a wheel of a package, and the base has not built a wheel of it, either.
     ValueError : `text` is not JSON of this form.
     """
-    items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
+    report_items = json_text.build_value(tuple[_ReportItem, ...], json_text.parse(text), "pip", closed=True)
     wheels = []
-    missing = []
-    for item in items:
+    missing_packages = []
+    for item in report_items:
         package = f"{item.name}=={item.version}"
         wheel = _find_wheel(item, step, digests)
         if wheel is None:
             # All missing packages are reported together.
-            missing.append(package)
+            missing_packages.append(package)
             continue
+        # If the file came out of the base, its content must have the digest that pip reports.
         if not _SHA256.fullmatch(wheel.sha256) or digests.get(wheel.file, wheel.sha256) != wheel.sha256:
             problem = f"{package} has no sha256, or another one than its file: {wheel.url}"
             raise Unresolved(step, problem, package)
         wheels.append(wheel)
-    if missing:
-        packages = ", ".join(missing)
+    if missing_packages:
+        packages = ", ".join(missing_packages)  # `explain_failure` splits this text again
         raise Unresolved(step, f"no index has a wheel of {packages} for this base", packages)
     return tuple(sorted(wheels, key=lambda wheel: canonical_name(wheel.name)))
 
@@ -124,14 +128,14 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
 def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> LockedWheel | None:
     """Return the wheel of a package in pip's report, or None if there is none.
 
-    The wheel is either in an index or among the files that came out of the base (`digests`; see
-    `read_wheels`).
+    The wheel is either in an index or among the files that came out of the base. `digests` has the SHA-256
+    digests of these files, by file name.
     """
     url = without_credentials(item.url)
     file = unquote(urlsplit(url).path.rpartition("/")[2])
     is_wheel = file.endswith(".whl")
     name, version = item.name, item.version
-    if is_wheel and url.startswith(_HTTP):
+    if is_wheel and url.startswith(_HTTP_PREFIXES):
         return LockedWheel(
             step=step,
             name=name,
@@ -146,13 +150,15 @@ def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> Loc
         file = _find_built_wheel(name, version, digests)
     if file not in digests:
         return None
+    # `kept` means that the wheel is stored beside the lock, because no index has it.
     return LockedWheel(step=step, name=name, version=version, file=file, sha256=digests[file], kept=True)
 
 
 def _find_built_wheel(name: str, version: str, files: Iterable[str]) -> str:
     """Return the file name of the wheel of a package, such as ``flash_attn-2.5-py3-none-any.whl``.
 
-    If several of `files` match, the last one is returned. If none matches, the result is empty.
+    `files` are the names of the files that came out of the base. If several match, the last one is returned.
+    If none matches, the result is empty.
     """
     wheel = ""
     for file in files:
@@ -189,7 +195,7 @@ def read_failure(text: str) -> Unresolved:
     return Unresolved(int(step), output=output)
 
 
-_MOST_LINES = 12  # the most lines of a program's output that a hint quotes
+_MAX_QUOTED_LINES = 12  # the most lines of a program's output that a hint quotes
 # Lines that only report progress. A hint leaves them out.
 _NOISE = re.compile(r"^(WARNING: |\[notice\]|DEPRECATION: |Looking in |  Downloading |Collecting | +━)")
 # What pip and apt write before the name of a package: "The user requested numpy==1.26".
@@ -255,30 +261,34 @@ def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitE
 
     `log` is the path of the full log, which the hint mentions.
     """
+    # The command for a hint. It makes a lock that also stores wheels which no index has.
     keep_files = f"{lock_file.lock_command(recipe)} --keep-files"
-    if failure.problem:
+    if failure.problem:  # no program failed, but its answer cannot be locked
         where = find_recipe_line(recipe, failure.step, failure.packages.split(", "))
         hint = _KEEP_FILES_HINT.format(keep_files)
         if failure.step == APT:
             hint = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
         return UsageError(failure.problem, where=where, hint=hint)
-    cause, groups = _find_cause(failure.output)
+    cause, matched_texts = _find_cause(failure.output)
     # Candidates for the package at fault. The package that the cause names is the most probable one, and then
     # come the others in the output.
-    packages = [*groups, *_BLAMED_PACKAGE.findall(failure.output)]
+    packages = [*matched_texts, *_BLAMED_PACKAGE.findall(failure.output)]
     where = find_recipe_line(recipe, failure.step, packages)
     hints = []
     if cause.hint:
         hints.append(cause.hint.format(keep_files))
-    lines = last_output_lines(failure.output)
-    if lines:
-        hints += ["its output:", *lines]
+    output_lines = last_output_lines(failure.output)
+    if output_lines:
+        hints += ["its output:", *output_lines]
     hints.append(f"full log: {log}")
-    return cause.error(cause.text.format(*groups), where=where, hint="\n".join(hints))
+    return cause.error(cause.text.format(*matched_texts), where=where, hint="\n".join(hints))
 
 
 def _find_cause(output: str) -> tuple[_Cause, tuple[str, ...]]:
-    """Return the cause of a failure, and the texts that the groups of its pattern matched."""
+    """Return the cause of a failure, and the texts that the groups of its pattern matched.
+
+    If no known cause fits, the result is `_UNKNOWN_CAUSE` without texts.
+    """
     for cause in _CAUSES:
         match = re.search(cause.pattern, output, re.IGNORECASE)
         if match is not None:
@@ -293,17 +303,18 @@ def last_output_lines(output: str) -> list[str]:
     output up to the line ``[end of output]``. The last lines of that quoted output explain more, so they are
     returned instead.
     """
+    # What follows the marker is only general advice of pip.
     setup_output, end_marker, _ = output.rpartition("[end of output]")
     if end_marker:
-        return _without_noise(setup_output or output)[-_MOST_LINES:]
-    lines = _without_noise(output)
-    for index, line in enumerate(lines):
+        return _remove_noise(setup_output or output)[-_MAX_QUOTED_LINES:]
+    relevant_lines = _remove_noise(output)
+    for index, line in enumerate(relevant_lines):
         if line.startswith(("ERROR:", "E: ")):
-            return lines[index : index + _MOST_LINES]
-    return lines[-_MOST_LINES:]
+            return relevant_lines[index : index + _MAX_QUOTED_LINES]
+    return relevant_lines[-_MAX_QUOTED_LINES:]
 
 
-def _without_noise(output: str) -> list[str]:
+def _remove_noise(output: str) -> list[str]:
     """Return the lines of a program's output, without empty lines and reports of progress."""
     return [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
 
@@ -313,13 +324,15 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
 
     The `packages` are tried in order, and the first one that the step asks for decides. If the step asks for
     none of them, the result is the line of the step itself.
+
+    `step` is `APT`, `UV_STEP` or the number of a pip step.
     """
-    if step == UV_STEP:
+    if step == UV_STEP:  # its packages are in uv.lock and not in the recipe
         return recipe.where("image", "uv")
-    requirements = list(_list_requirements(recipe, step))
+    requirements_and_lines = list(_list_requirements(recipe, step))
     for package in packages:
-        name = requirement_name(package)
-        for requirement, where in requirements:
+        name = requirement_name(package)  # empty if this text from an output is not a package
+        for requirement, where in requirements_and_lines:
             if name and requirement_name(requirement) == name:
                 return where
     if step == APT:
@@ -330,17 +343,19 @@ def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> st
 def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, str]]:
     """Yield each package that the step `step` (apt or pip) asks for, with the line that asks for it.
 
-    The line is in the recipe, or in a requirements file: ``mn5.yaml:12 (requirements.txt:3)``.
+    The line is in the recipe, or in a requirements file: ``mn5.yaml:12 (requirements.txt:3)``. If the recipe
+    has no such step, nothing is yielded.
     """
     if step == APT:
         for number, package in enumerate(recipe.image.apt):
             yield package, recipe.where("image", APT, number)
+    # The number comes from a file out of the base image, so it may be too large.
     elif int(step) < len(recipe.image.pip):
         pip_step = recipe.image.pip[int(step)]
         for number, package in enumerate(pip_step.packages):
             yield package, recipe.where("image", "pip", step, "packages", number)
         if pip_step.requirements is not None:
             where = recipe.where("image", "pip", step, "requirements")
-            text = files.read_text(pip_step.requirements, errors="replace")
-            for number, line in enumerate(text.splitlines(), 1):
+            file_text = files.read_text(pip_step.requirements, errors="replace")
+            for number, line in enumerate(file_text.splitlines(), 1):
                 yield line, f"{where} ({pip_step.requirements.name}:{number})"

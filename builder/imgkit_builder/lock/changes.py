@@ -67,15 +67,16 @@ def _read_versions(locked: LockedPlatform) -> dict[_Item, str]:
     """Return the version of each item in the lock of a platform, such as ``apt git:amd64`` -> ``1:2.39``.
 
     The base and the files have no version. The first characters of their digests are used instead.
+    `list_changes` compares two of these results.
     """
     digest = locked.base.digest or locked.base.id
-    versions = {_Item("base", locked.base.name): digest[:19]}
+    versions = {_Item("base", locked.base.name): digest[:19]}  # "sha256:" and 12 digits
     for deb in locked.apt:
         versions[_Item("apt", f"{deb.name}:{deb.architecture}")] = deb.version
     for wheel in locked.pip:
         item = _Item("pip", canonical_name(wheel.name))
         if item in versions:
-            # A later step may install a package in another version.
+            # Two pip steps may install the same package. The wheels are in the order of the steps.
             versions[item] += f", then {wheel.version}"
         else:
             versions[item] = wheel.version

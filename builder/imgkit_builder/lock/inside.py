@@ -48,7 +48,11 @@ INSTALL_ONLY = (
 
 
 def main(step: str, arguments: list[str]) -> None:
-    """Resolve `step`, unless an earlier step has failed. Write a failure to ``failed.txt``."""
+    """Resolve `step`, unless an earlier step has failed. Write a failure to ``failed.txt``.
+
+    `step` is ``apt``, ``uv`` or the number of a pip step. `arguments` are the names of Debian packages, or
+    the arguments of the step's pip, of which the first one is ``install``.
+    """
     if FAILED.exists():
         return
     FILES.mkdir(parents=True, exist_ok=True)
@@ -59,6 +63,7 @@ def main(step: str, arguments: list[str]) -> None:
         else:
             resolve_pip(step, arguments, settings)
     except subprocess.CalledProcessError as error:
+        # The program ends without an error, because the build must go on so that imgkit can read this file.
         FAILED.write_text(f"{step}\n{error.output[-8000:]}", encoding="utf-8")
 
 
@@ -68,24 +73,32 @@ def resolve_apt(packages: list[str], settings: dict[str, Any]) -> None:
     If a pip step follows, the packages are also installed, because pip may need them. If the lock stores
     packages, their files are kept in `FILES`.
 
+    Parameters
+    ----------
+    settings : the content of ``settings.json``. ``debs`` are packages with their versions in the old lock,
+        ``steps`` are the pip steps that follow, and ``keep_files`` is true if the lock stores packages.
+
     Raises
     ------
     CalledProcessError : apt failed.
     """
+    # apt must ask no questions, and print English messages, in which imgkit looks for the cause of a failure.
     os.environ.update(DEBIAN_FRONTEND="noninteractive", LC_ALL="C")
     keep_files = settings["keep_files"]
     # Without this option, apt continues with incomplete lists if an archive does not answer.
     run_program(["apt-get", "update", "-o", "APT::Update::Error-Mode=any"])
     if settings["debs"]:
+        # With these pins, apt takes the versions of the old lock if the archive still has them.
         pins = [PIN.format(name, version) for name, version in settings["debs"]]
         PREFERENCES.write_text("".join(pins), encoding="utf-8")
     install = ["install", "-y", "--no-install-recommends", *packages]
+    # This must come before the installation: apt lists no files for packages that are installed.
     # By default apt prints an MD5 digest even if the index also has a SHA-256 digest.
     uris = run_program(["apt-get", "--print-uris", "-qq", "-o", "Acquire::ForceHash=SHA256", *install])
     (OUT / "apt.txt").write_text(uris, encoding="utf-8")
     has_pip_steps = bool(settings["steps"])
     if not uris or not (keep_files or has_pip_steps):
-        return
+        return  # the base already has the packages, or nothing needs them
     # The files are not left in apt's own folder, because many images remove every .deb there.
     (ARCHIVES / "partial").mkdir(parents=True, exist_ok=True)
     options = ["-o", f"Dir::Cache::archives={ARCHIVES}", "-o", "APT::Keep-Downloaded-Packages=true"]
@@ -96,7 +109,7 @@ def resolve_apt(packages: list[str], settings: dict[str, Any]) -> None:
         if keep_files:
             file.rename(FILES / file.name)
         else:
-            file.unlink()
+            file.unlink()  # only the installation needed it
 
 
 def resolve_pip(step: str, arguments: list[str], settings: dict[str, Any]) -> None:
@@ -104,6 +117,12 @@ def resolve_pip(step: str, arguments: list[str], settings: dict[str, Any]) -> No
 
     If the lock stores packages, their wheels are kept in `FILES`. The packages of every step but the last are
     also installed, so that the next step finds the image as it is in a real build.
+
+    Parameters
+    ----------
+    arguments : the arguments of the step's pip, such as ``install einops``.
+    settings : the content of ``settings.json``. It has the options of each step, and as ``pins`` the versions
+        of the old lock. ``keep_files`` is true if the lock stores packages.
 
     Raises
     ------
@@ -123,22 +142,28 @@ def resolve_pip(step: str, arguments: list[str], settings: dict[str, Any]) -> No
         # If wheels are kept, `store_wheels` installs them. After the last step, nothing needs them.
         install.append("--dry-run")
     install_pinned(install, step_settings["pins"])
-    items = json.loads(report.read_text(encoding="utf-8"))["install"]
-    report.write_text(json.dumps([summarize(item) for item in items]), encoding="utf-8")
-    if keep_files and items:
-        store_wheels(items, step_settings["options"], install=not is_last)
+    report_items = json.loads(report.read_text(encoding="utf-8"))["install"]
+    # The short form replaces pip's own report in the file. imgkit reads it from there as the answer.
+    report.write_text(json.dumps([summarize(item) for item in report_items]), encoding="utf-8")
+    if keep_files and report_items:
+        store_wheels(report_items, step_settings["options"], install=not is_last)
 
 
 def store_wheels(items: list[dict[str, Any]], step_options: list[str], *, install: bool) -> None:
-    """Write the wheels of `items`, the packages in pip's report, to `FILES`. Install them if `install`."""
+    """Write the wheels of `items`, the packages in pip's report, to `FILES`. Install them if `install`.
+
+    pip builds a wheel for a package that has only its source. The options of the step, such as another index,
+    are used except those that ``pip wheel`` does not have.
+    """
     options = [option for option in step_options if option not in INSTALL_ONLY]
-    download = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *FIND_KEPT]
-    run_program([*PIP, *download, *map(exact_requirement, items)])
+    get_wheels = ["wheel", "--no-deps", "--no-cache-dir", "--wheel-dir", str(FILES), *options, *FIND_KEPT]
+    # --no-deps, because the report already has the dependencies.
+    run_program([*PIP, *get_wheels, *map(exact_requirement, items)])
     if install:
-        packages = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items]
-        local = ["--no-deps", "--no-index", "--find-links", str(FILES), "--no-cache-dir"]
+        requirements = [f"{item['metadata']['name']}=={item['metadata']['version']}" for item in items]
+        offline_options = ["--no-deps", "--no-index", "--find-links", str(FILES), "--no-cache-dir"]
         # Install the stored files themselves, and do not download or build them a second time.
-        run_program([*PIP, "install", *local, *packages])
+        run_program([*PIP, "install", *offline_options, *requirements])
 
 
 def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
@@ -146,31 +171,37 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
 
     `pins` maps package names to these versions. If pip fails, the versions that its output blames are
     dropped, and pip runs again. If the output blames none of them, all versions are dropped.
+
+    Raises
+    ------
+    CalledProcessError : pip fails without these versions, too.
     """
-    constraint = FOLDER / "pins.txt"
+    constraint_file = FOLDER / "pins.txt"
     pins = dict(pins)
     while pins:
-        lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
-        constraint.write_text("".join(lines), encoding="utf-8")
+        constraint_lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
+        constraint_file.write_text("".join(constraint_lines), encoding="utf-8")
         try:
-            run_program([*argv, "--constraint", str(constraint)])
+            run_program([*argv, "--constraint", str(constraint_file)])
             return
         except subprocess.CalledProcessError as error:
             blamed_names = PINNED_NAME.findall(error.output)
         # pip may blame a package under another spelling of its name.
-        unfit = pins.keys() & {re.sub(r"[-_.]+", "-", name).lower() for name in blamed_names}
-        if not unfit:
-            unfit = set(pins)
-        print(f"imgkit: locked versions do not fit: {', '.join(sorted(unfit))}", flush=True)
-        for name in unfit:
+        unfit_names = pins.keys() & {re.sub(r"[-_.]+", "-", name).lower() for name in blamed_names}
+        if not unfit_names:
+            unfit_names = set(pins)
+        print(f"imgkit: locked versions do not fit: {', '.join(sorted(unfit_names))}", flush=True)
+        # Each round drops at least one version, so the loop ends.
+        for name in unfit_names:
             del pins[name]
-    run_program(argv)
+    run_program(argv)  # no version of the old lock is left
 
 
 def summarize(item: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a lock needs from one item of pip's report.
 
-    Everything else is dropped, because the metadata of a package can have megabytes.
+    Everything else is dropped, because the metadata of a package can have megabytes. The digest is empty for
+    a package without an archive, such as a repository.
     """
     download = item["download_info"]
     archive = download.get("archive_info") or {}
@@ -181,7 +212,7 @@ def summarize(item: dict[str, Any]) -> dict[str, Any]:
         "version": item["metadata"]["version"],
         "url": download["url"],
         "sha256": sha256.rpartition("sha256=")[2],
-        "direct": bool(item.get("is_direct")),
+        "direct": bool(item.get("is_direct")),  # whether the requirement itself names a URL
     }
 
 
@@ -192,7 +223,7 @@ def exact_requirement(item: dict[str, Any]) -> str:
     repository.
     """
     name = item["metadata"]["name"]
-    if not item.get("is_direct"):
+    if not item.get("is_direct"):  # the requirement did not name a URL, so the package is from an index
         # The URL is not used, because pip reports it without the password of the index.
         return f"{name}=={item['metadata']['version']}"
     download = item["download_info"]
@@ -210,17 +241,17 @@ def run_program(argv: list[str]) -> str:
     ------
     CalledProcessError : the program failed.
     """
-    lines = []
+    output_lines = []
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", bufsize=1
     ) as process:
         # The output is printed at once, because a step can take minutes and the user watches the build.
         for line in process.stdout or ():
-            lines.append(line)
+            output_lines.append(line)
             print(line, end="", flush=True)
     if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, argv, "".join(lines))
-    return "".join(lines)
+        raise subprocess.CalledProcessError(process.returncode, argv, "".join(output_lines))
+    return "".join(output_lines)
 
 
 if __name__ == "__main__":

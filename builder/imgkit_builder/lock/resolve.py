@@ -170,12 +170,13 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
     """
     request = resolution.request
     base = resolution.base
+    # This file is the only sign of a failure, because the build succeeds in any case.
     failed = folder / "failed.txt"
     if failed.exists():
         raise answers.read_failure(mask(files.read_text(failed, errors="replace")))
-    debs = ""
+    apt_output = ""
     if request.apt:
-        debs = files.read_text(folder / "apt.txt", errors="replace")
+        apt_output = files.read_text(folder / "apt.txt", errors="replace")
     # Stored wheels of the old lock come first, so a wheel that was built now replaces one of the same name.
     digests = _hash_packages([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
     wheels: list[LockedWheel] = []
@@ -186,8 +187,9 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
         platform=base.platform,
         source_date_epoch=now_s(),
         request=request,
+        # ``repo@sha256:...`` -> ``sha256:...``. Empty if the base was never in a registry.
         base=LockedBase(name=request.base, digest=base.digest.partition("@")[2], id=base.id),
-        apt=answers.read_debs(debs),
+        apt=answers.read_debs(apt_output),
         pip=tuple(wheels),
     )
 
@@ -215,11 +217,12 @@ def pack_request(resolution: Resolution) -> BuildContext:
     recipe = resolution.recipe
     base = resolution.base
     layers = render.build_layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
-    # Replace apt and pip in the build steps by imgkit's program, with the same arguments.
+    # Replace apt and pip in the build steps by imgkit's program, with the same arguments. `inside.py` expects
+    # the name of the step as its first argument.
     program = f"python3 {FOLDER}/{_PROGRAM}"
     apt = f"{program} apt"
     for package in recipe.image.apt:
-        apt += f"{NEXT}    {shlex.quote(package)}"
+        apt += f"{NEXT}    {shlex.quote(package)}"  # each package on a line of its own
     pip_steps = []
     for step_number in install.pip_step_numbers(recipe):
         pip = f"{program} {install.step_name(step_number)}"
@@ -262,6 +265,7 @@ def _make_settings(resolution: Resolution) -> dict[str, object]:
     options = resolution.options
     debs: list[tuple[str, str]] = []
     wheels: list[LockedWheel] = []
+    # Packages that the user wants to upgrade get no pin.
     if resolution.old:
         debs = [(deb.name, deb.version) for deb in resolution.old.apt if options.keeps_version(deb.name)]
         wheels = [wheel for wheel in resolution.old.pip if options.keeps_version(wheel.name)]
@@ -295,15 +299,15 @@ def find_kept_wheels(file: Path, locked: LockedPlatform | None) -> dict[str, Pat
     if locked is None:
         return {}
     folder = lock_file.kept_folder(file)
-    paths = {wheel.file: folder / wheel.file for wheel in locked.pip if wheel.kept}
-    for name, path in paths.items():
+    path_of_wheel = {wheel.file: folder / wheel.file for wheel in locked.pip if wheel.kept}
+    for name, path in path_of_wheel.items():
         if not path.is_file():
             raise UsageError(
                 f"the kept wheel {name} is missing",
                 where=str(path),
                 hint="restore the folder, or build it again: imgkit lock RECIPE --keep-files --upgrade",
             )
-    return paths
+    return path_of_wheel
 
 
 def write_lock(
@@ -312,7 +316,7 @@ def write_lock(
     """Write the new lock of a recipe to `file`, and store its packages in a folder next to it.
 
     New packages are written before the lock. Packages that only the old lock names are removed after it. So a
-    lock never names a missing file, even if this process is killed.
+    lock never names a missing file, even if this process is killed. The packages of other platforms stay.
 
     Parameters
     ----------
@@ -337,12 +341,15 @@ def write_lock(
     hint = "choose a folder that this user may write to"
     with replace_named_file(file, failed="the lock cannot be written", hint=hint) as stream:
         stream.write(content.encode())
-    for name in _file_names(old) - _file_names(new):
+    for name in _list_file_names(old) - _list_file_names(new):
         (folder / name).unlink(missing_ok=True)
 
 
 def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> None:
-    """Copy the package files of `locked` from `new_files` to `folder`. Skip files that are not there."""
+    """Copy the package files of `locked` from `new_files` to `folder`. Skip files that are not there.
+
+    A wheel that was stored with the old lock may be in `folder` already.
+    """
     folder.mkdir(exist_ok=True)
     for name in sorted(locked.digests):
         source = new_files / name
@@ -351,9 +358,9 @@ def _store_packages(locked: LockedPlatform, new_files: Path, folder: Path) -> No
                 shutil.copyfileobj(package, stream)
 
 
-def _file_names(lock: Lock) -> set[str]:
+def _list_file_names(lock: Lock) -> set[str]:
     """Return the names of all package files in a lock, for all platforms."""
-    names: set[str] = set()
+    file_names: set[str] = set()
     for locked in lock.platforms:
-        names |= locked.digests.keys()
-    return names
+        file_names |= locked.digests.keys()
+    return file_names

@@ -164,9 +164,9 @@ def add(
     ToolMissing : Singularity or mksquashfs is missing.
     ToolFailed : pip or mksquashfs failed, the disk is full, or a remote cannot be reached.
     """
-    image = _image_path(request, machine)
+    image = _choose_image_path(request, machine)
     _check_requirements(request)
-    target = _target_path(request, image)
+    target = _choose_target_path(request, image)
     if machine is None:
         machine = this_machine()
         image_id = record.read_image_id(image)
@@ -206,8 +206,10 @@ def add(
     return AddedFile(path=target, image=image, size_bytes=new_bytes, record=new_record, up_to_date=False)
 
 
-def _image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
+def _choose_image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
     """Return the absolute path of the image to which packages are added, on the machine that has it.
+
+    `machine` is the remote that has the image, or None for this machine.
 
     Raises
     ------
@@ -248,6 +250,7 @@ def _check_requirements(request: AddRequest) -> None:
     for text in request.requirements:
         check_requirement(text)
     # The record at the end of the file contains the arguments, and others may read it.
+    # `kind` is what the secret seems to be, such as a token. It is empty if there is none.
     kind = secret_patterns.find_secret_argument(request.arguments)
     if kind:
         raise UsageError(
@@ -271,7 +274,7 @@ def check_requirement(text: str) -> None:
         raise UsageError(f"{text!r} is not a requirement", where="PACKAGE", hint=hint) from None
 
 
-def _target_path(request: AddRequest, image: Path) -> Path:
+def _choose_target_path(request: AddRequest, image: Path) -> Path:
     """Return the absolute path of the file to write.
 
     The default for the image ``X.sif`` is ``X+N.sqsh`` in the same folder. N is the number of requirements on
@@ -322,7 +325,7 @@ class _SharedFolder(NamedTuple):
 
     def list_members(self) -> Iterator[TarMember]:
         """Yield the files in the folder that match `patterns`, as members of a tar archive."""
-        paths: set[Path] = set()
+        paths: set[Path] = set()  # a file may match several patterns
         for pattern in self.patterns:
             paths.update(self.path.glob(pattern))
         for path in sorted(paths):
@@ -353,6 +356,7 @@ class _Steps:
         # The output is "DIGEST  -". If the file to write exists, a line with its size and its last bytes
         # follow.
         digest_line, _, file_output = output.partition(b"\n")
+        # If the image or folder cannot be used, the first line says so instead: "problem NAME".
         self._refuse_problem(digest_line.decode())
         image_digest = digest_line.decode().split()[0]
         if not file_output:
@@ -406,9 +410,11 @@ class _Steps:
 
     def publish(self, added: PackagesRecord) -> int:
         """Append the record to the squashfs, move it to its final name, and return its size in bytes."""
-        data = record.to_bytes(added)
+        record_bytes = record.to_bytes(added)
         try:
-            output = b"".join(self._run("publish", str(len(data)), data=[data])).decode().strip()
+            output = (
+                b"".join(self._run("publish", str(len(record_bytes)), data=[record_bytes])).decode().strip()
+            )
         except ToolFailed as error:
             raise self._explain(error, "", "") from error
         self._refuse_problem(output)
@@ -421,6 +427,7 @@ class _Steps:
         ----------
         step : the step ``look``, ``install`` or ``publish``.
         """
+        # `machine.sh` uses these two variables and this function.
         settings = (
             f"inside={INSIDE} end_bytes={record.END_BYTES}",
             f"digest_of_image() {{ {record.digest_command('$image')}; }}",
@@ -447,40 +454,45 @@ class _Steps:
 
         The tar has ``inside.py``, the project, and ``request.json``, which says what to install. Folders with
         wheels or requirements files are mounted if the image is on this machine. A remote does not have these
-        folders, so their files are added to the tar.
+        folders, so their files are added to the tar. pip finds all of this in the folder `INSIDE`.
         """
         request = self.request
-        requirements = [*request.requirements]  # as pip sees them in the container
+        pip_requirements = [*request.requirements]  # as pip sees them in the container
         pip_options: list[str] = []
-        folders: list[_SharedFolder] = []
-        tar = [members.memory_file("inside.py", _read_source("inside.py"))]
+        shared_folders: list[_SharedFolder] = []
+        tar_members = [members.memory_file("inside.py", _read_source("inside.py"))]
         if request.wheels is not None:
+            # Packages come only from this folder, and pip does not need a network.
             pip_options = ["--no-index", "--find-links", f"{INSIDE}/wheels"]
-            folders.append(_SharedFolder("wheels", request.wheels, ["*"]))
+            shared_folders.append(_SharedFolder("wheels", request.wheels, ["*"]))
         if request.requirements_file is not None:
+            # Files beside it are shared as well, because it may refer to them (-r, -c).
             file = request.requirements_file.absolute()
-            requirements += ["-r", f"{INSIDE}/requirements/{file.name}"]
-            folders.append(_SharedFolder("requirements", file.parent, [file.name, *_REQUIREMENTS_FILES]))
+            pip_requirements += ["-r", f"{INSIDE}/requirements/{file.name}"]
+            shared_folders.append(
+                _SharedFolder("requirements", file.parent, [file.name, *_REQUIREMENTS_FILES])
+            )
         if request.project is not None:
             # The project is copied and not mounted, because a build writes into the folder.
-            requirements.append(f"{INSIDE}/project")
+            pip_requirements.append(f"{INSIDE}/project")
             code = Code(source=request.project, context_folder="project", where="--project", ignore=_NOT_SENT)
-            tar += members.collect_code([code], ()).members[code]
+            tar_members += members.collect_code([code], ()).members[code]
         mount_options: list[str] = []
-        for folder in folders:
-            tar.append(members.empty_folder(folder.name))
+        for folder in shared_folders:
+            # The folder in the tar is also the place at which the runtime mounts.
+            tar_members.append(members.empty_folder(folder.name))
             if self.machine.remote:
-                tar += folder.list_members()
+                tar_members += folder.list_members()
             else:
                 mount_options += ["--bind", f"{folder.path.absolute()}:{INSIDE}/{folder.name}:ro"]
         pip_request = {
-            "requirements": requirements,
+            "requirements": pip_requirements,
             "options": pip_options,
             "replace": request.replace,
             "protected": PROTECTED,
         }
-        tar.append(members.memory_file("request.json", json.dumps(pip_request).encode()))
-        return tar, mount_options
+        tar_members.append(members.memory_file("request.json", json.dumps(pip_request).encode()))
+        return tar_members, mount_options
 
 
 def _read_source(name: str) -> bytes:

@@ -19,21 +19,21 @@ from imgkit_builder.sif.workspace import NO_SPACE
 from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing, UsageError
 
-_NO_NETWORK = re.compile(
+_NO_NETWORK_MESSAGE = re.compile(
     r"NewConnectionError|Temporary failure in name resolution|ConnectTimeout|ReadTimeoutError|ProxyError"
     r"|dns error|Connection (?:timed out|refused)|Network is unreachable|SSLError"
 )
 # "The user requested (constraint) numpy==1.26.4": pip cannot install the request because of the version that
 # the image has.
-_CONSTRAINT = re.compile(r"\(constraint\) (?P<name>[A-Za-z0-9._-]+)==\S+")
-_MISSING = re.compile(r"No matching distribution found for (?P<package>[^\n]+)")
+_CONSTRAINT_MESSAGE = re.compile(r"\(constraint\) (?P<name>[A-Za-z0-9._-]+)==\S+")
+_MISSING_MESSAGE = re.compile(r"No matching distribution found for (?P<package>[^\n]+)")
 # Lines of pip that do not explain a failure. "━" is the progress bar.
 _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting |  Downloading | +━")
 # The most lines of pip's output that a hint shows. The log has all of them.
 _MAX_LINES = 12
 _SIF_HINT = "imgkit sif IMAGE makes a .sif of an archive or an image"
 # `machine.sh` reports a problem as "problem NAME". These are the error and the hint for each name.
-_PROBLEMS = {
+_ERROR_BY_PROBLEM = {
     "no-image": (UsageError, "there is no such image", _SIF_HINT),
     "no-sif": (UsageError, "this is no .sif", _SIF_HINT),
     "no-folder": (UsageError, "there is no such folder", "mkdir -p {folder}"),
@@ -59,15 +59,16 @@ _PROBLEMS = {
 def refuse_problem(line: str, *, image: str, target: Path) -> None:
     """Raise an error if `line` is a problem that `machine.sh` reports, such as ``problem no-image``.
 
-    Any other line is ignored.
+    Any other line is ignored. `target` is the file that `imgkit add` writes.
     """
-    word, _, name = line.partition(" ")
-    if word != "problem" or name not in _PROBLEMS:
+    first_word, _, problem = line.partition(" ")
+    if first_word != "problem" or problem not in _ERROR_BY_PROBLEM:
         return
-    error_class, message, hint = _PROBLEMS[name]
+    error_class, message, hint = _ERROR_BY_PROBLEM[problem]
+    # Problems with this hint are about the image. All others are about the file to write.
     where = image if hint == _SIF_HINT else str(target)
-    values = {"folder": target.parent, "name": target.name}
-    raise error_class(message.format(**values), where=where, hint=hint.format(**values))
+    message_values = {"folder": target.parent, "name": target.name}
+    raise error_class(message.format(**message_values), where=where, hint=hint.format(**message_values))
 
 
 def explain_crash(
@@ -84,22 +85,22 @@ def explain_crash(
     command : the `imgkit add` command that makes the file, for a hint.
     log : the path of the file with all of the output.
     """
-    messages = f"{output}\n{error.what}\n{error.hint}"
+    all_messages = f"{output}\n{error.what}\n{error.hint}"
     # "the image's architecture (arm64) could not run on the host's (amd64)"
-    if "could not run on the host" in messages:
+    if "could not run on the host" in all_messages:
         return UsageError(
             "the image is for another processor, and pip cannot run in it on this machine",
             where=str(image),
             hint=f"on a node for the image: srun --nodes 1 --ntasks 1 {command}",
         )
-    if "executable file not found" in messages:
+    if "executable file not found" in all_messages:
         return UsageError("the image has no python3", where=str(image), hint="another image")
-    if NO_SPACE.search(messages):
+    if NO_SPACE.search(all_messages):
         return _full_disk_error(target)
-    lines = process.last_lines(secret_patterns.mask_secrets(output), _MAX_LINES)
-    if not lines:
+    last_lines = process.last_lines(secret_patterns.mask_secrets(output), _MAX_LINES)
+    if not last_lines:  # the container has not printed anything that would explain more
         return error
-    hint = "\n".join(["its last lines:", *lines, f"full log: {log}"])
+    hint = "\n".join(["its last lines:", *last_lines, f"full log: {log}"])
     return ToolFailed(error.what, where=str(image), hint=hint)
 
 
@@ -127,6 +128,7 @@ def explain(
     log : the path of the file with all of pip's output.
     remote : the name of the remote with the image, or empty for this machine.
     """
+    # For the failure "protected", `output` is only the name of the package.
     failure, output = answer["failure"], answer["output"]
     versions: Mapping[str, str] = answer["image"]
     recipe_line = _recipe_line(requirements)
@@ -145,7 +147,7 @@ def explain(
         )
     if NO_SPACE.search(output):
         return _full_disk_error(target)
-    constraint = _CONSTRAINT.search(output)
+    constraint = _CONSTRAINT_MESSAGE.search(output)
     if constraint:
         name = canonical_name(constraint["name"])
         return UsageError(
@@ -154,13 +156,13 @@ def explain(
             hint=_conflict_hint(name, recipe_line),
         )
     # The network is checked before a missing package, because pip also prints that message without a network.
-    if _NO_NETWORK.search(output):
+    if _NO_NETWORK_MESSAGE.search(output):
         return ToolFailed(
             f"the image's pip cannot reach a package index from {remote or 'this machine'}",
             where=str(image),
             hint=f"{_wheels_hint(answer, image, shlex.join(requirements), remote)}; or build {recipe_line}",
         )
-    missing = _MISSING.search(output)
+    missing = _MISSING_MESSAGE.search(output)
     if missing:
         return UsageError(
             f"there is no {missing['package']} for Python {answer['python']} on {answer['machine']}",
@@ -226,10 +228,10 @@ def _last_lines(output: str) -> list[str]:
     These are the lines that begin with ``ERROR:``. If there are none, they are all lines except progress and
     notices.
     """
-    lines = []
+    relevant_lines = []
     for line in output.splitlines():
         if line.strip() and not _NOISE.match(line):
-            lines.append(line.rstrip())
-    errors = [line for line in lines if line.startswith("ERROR:")]
-    shown_lines = errors or lines
+            relevant_lines.append(line.rstrip())
+    errors = [line for line in relevant_lines if line.startswith("ERROR:")]
+    shown_lines = errors or relevant_lines
     return shown_lines[-_MAX_LINES:]

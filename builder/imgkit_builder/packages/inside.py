@@ -49,7 +49,11 @@ class Failure(Exception):
 
 
 def main(folder: Path) -> None:
-    """Install the packages that ``request.json`` in `folder` names, and write ``answer.json`` there."""
+    """Install the packages that ``request.json`` in `folder` names, and write ``answer.json`` there.
+
+    After a failure, the answer has its kind and the output of pip. It always has the versions of the image's
+    packages and the platform, which the error messages of imgkit need.
+    """
     os.umask(0o022)  # the files will belong to root in the squashfs, and every user must be able to read them
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     versions = installed_versions()
@@ -87,11 +91,13 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
     """
     shadows = folder / "shadows"
     constraints = folder / "constraints.txt"
+    # This only names the folder `shadows`. `write_constraints` makes it, before pip runs.
     env = pip_environment(folder, shadows)
     pip = importlib.util.find_spec("pip")
     if pip is None or pip.origin is None:  # an empty folder is a namespace package, which has no origin
         fetch_pip(folder / "pip", request["options"], env)
     protected = protected_names(request["protected"])
+    # Packages that the user wants replaced with --replace, although the image has them.
     replaced = [canonical(name) for name in request["replace"]]
     for name in replaced:
         if name in protected:
@@ -100,20 +106,22 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
     env["PIP_CONSTRAINT"] = str(constraints)
     report = folder / "report.json"
     run_pip([*request["options"], "--dry-run", "--report", str(report), *request["requirements"]], env)
-    items = json.loads(report.read_text(encoding="utf-8"))["install"]
+    report_items = json.loads(report.read_text(encoding="utf-8"))["install"]
     root = folder / "root"
     root.mkdir()
-    if items:
+    if report_items:
         exact_file = folder / "exact.txt"
-        exact_file.write_text("".join(f"{line}\n" for line in exact_requirements(items)), encoding="utf-8")
+        exact_file.write_text(
+            "".join(f"{line}\n" for line in exact_requirements(report_items)), encoding="utf-8"
+        )
         # All versions are exact now, so no constraints are needed. The variable still names an empty file.
         # Otherwise the constraints in the image's own configuration would apply.
         constraints.write_text("", encoding="utf-8")
         run_pip(["--no-deps", "--target", str(root), *request["options"], "-r", str(exact_file)], env)
-    names = sorted(path.name for path in root.iterdir())
+    root_names = sorted(path.name for path in root.iterdir())
     return {
-        "packages": [summary(item) for item in items],
-        "modules": [name.partition(".")[0] for name in names if is_module(name)],
+        "packages": [summary(item) for item in report_items],
+        "modules": [name.partition(".")[0] for name in root_names if is_module(name)],
     }
 
 
@@ -131,17 +139,18 @@ def write_constraints(
     versions : the versions of the image's packages, by name.
     replaced : the names of packages that pip may replace, and that are not constrained.
     """
-    lines = []
+    constraint_lines = []
     changed_versions = {}
+    # Packages whose version pip cannot read are missing from `released`, and are not constrained.
     for name, version in released(versions).items():
         if name in replaced:
             continue
-        lines.append(f"{name}=={version}\n")
+        constraint_lines.append(f"{name}=={version}\n")
         # `released` has changed the version, so pip must also find the changed one in the metadata.
         if version != versions[name]:
             changed_versions[name] = version
     write_shadows(shadows, changed_versions)
-    constraints.write_text("".join(lines), encoding="utf-8")
+    constraints.write_text("".join(constraint_lines), encoding="utf-8")
 
 
 def installed_versions() -> dict[str, str]:
@@ -161,20 +170,20 @@ def protected_names(pattern: str) -> set[str]:
     """Return the names of the installed packages that must not be replaced, because torch would break.
 
     These are the packages whose name matches `pattern`, and all packages that the image's torch requires in
-    one exact version.
+    one exact version. If the image has no torch, only `pattern` counts.
     """
-    names = {name for name in installed_versions() if re.fullmatch(pattern, name)}
+    protected = {name for name in installed_versions() if re.fullmatch(pattern, name)}
     try:
         requirements = metadata.requires("torch") or []
     except metadata.PackageNotFoundError:
-        return names
+        return protected
     # A requirement in one exact version: "nvidia-cudnn-cu12==9.1.0.70; platform_system == 'Linux'", or
     # "triton (==3.1.0)" in older metadata
     for requirement in requirements:
-        match = re.match(r"([A-Za-z0-9._-]+)\s*\(?==", requirement)
-        if match:
-            names.add(canonical(match[1]))
-    return names
+        exact_match = re.match(r"([A-Za-z0-9._-]+)\s*\(?==", requirement)
+        if exact_match:
+            protected.add(canonical(exact_match[1]))
+    return protected
 
 
 def released(versions: Mapping[str, str]) -> dict[str, str]:
@@ -186,16 +195,16 @@ def released(versions: Mapping[str, str]) -> dict[str, str]:
     """
     # pip's own copy of packaging is used, because the image may not have packaging itself.
     versioning = importlib.import_module("pip._vendor.packaging.version")
-    result = {}
+    released_versions = {}
     for name, text in versions.items():
         try:
             version = versioning.Version(text)
         except versioning.InvalidVersion:
             continue
-        result[name] = text
+        released_versions[name] = text
         if version.is_prerelease and version.local:
-            result[name] = f"{version.base_version}+{version.local}"
-    return result
+            released_versions[name] = f"{version.base_version}+{version.local}"
+    return released_versions
 
 
 def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
@@ -210,14 +219,16 @@ def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
     folder.mkdir()
     for name, version in versions.items():
         distribution = metadata.distribution(name)
-        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or f"Name: {name}\n"
+        old_metadata = (
+            distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or f"Name: {name}\n"
+        )
         # The version is replaced in the header only, because the description may have a line "Version:", too.
-        header, blank_line, description = text.partition("\n\n")
+        header, blank_line, description = old_metadata.partition("\n\n")
         other_lines = re.sub(r"(?m)^Version:.*\n?", "", header).rstrip("\n")
-        new_text = f"{other_lines}\nVersion: {version}{blank_line}{description}\n"
+        new_metadata = f"{other_lines}\nVersion: {version}{blank_line}{description}\n"
         dist_info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
         dist_info.mkdir()
-        (dist_info / "METADATA").write_text(new_text, encoding="utf-8")
+        (dist_info / "METADATA").write_text(new_metadata, encoding="utf-8")
         (dist_info / "INSTALLER").write_text("imgkit\n", encoding="utf-8")
 
 
@@ -225,20 +236,24 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
     """Return the environment variables for pip.
 
     They are the variables of the image, with three changes. Temporary files go to `folder`. Python finds the
-    metadata in `shadows` before that of the image's packages. And pip asks no questions.
+    metadata in `shadows` before that of the image's packages, so pip sees the versions there. And pip asks no
+    questions.
     """
     env = dict(os.environ)
     for name in ("TMPDIR", "PIP_CACHE_DIR"):
         env[name] = str(folder / name.lower())
         Path(env[name]).mkdir(exist_ok=True)
+    # The certificates of the machine, which ``machine.sh`` mounts beside `folder` if it has any.
     certificates = folder.with_name(f"{folder.name}.pem")
     if certificates.exists():
         env["PIP_CERT"] = str(certificates)
+    # The second folder exists only if the image has no pip (see `fetch_pip`).
     search_path = [str(shadows), str(folder / "pip")]
     if env.get("PYTHONPATH"):
         search_path.append(env["PYTHONPATH"])
     env["PYTHONPATH"] = os.pathsep.join(search_path)
     env |= {
+        # Distributions protect their packages from pip. Here pip writes to other folders only.
         "PIP_BREAK_SYSTEM_PACKAGES": "1",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PIP_NO_INPUT": "1",
@@ -253,6 +268,8 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
 def fetch_pip(target: Path, options: list[str], env: Mapping[str, str]) -> None:
     """Install pip into the folder `target`, with the uv of the image.
 
+    `options` are options for uv and pip, such as another index. Afterwards this program can import pip, too.
+
     Raises
     ------
     Failure : the image has no uv, or uv exited with an error.
@@ -261,14 +278,19 @@ def fetch_pip(target: Path, options: list[str], env: Mapping[str, str]) -> None:
     if uv is None:
         raise Failure("no pip")
     env = {**env, "UV_CACHE_DIR": f"{target}-cache"}
-    if "PIP_INDEX_URL" in env:
+    if "PIP_INDEX_URL" in env:  # uv does not read the variables of pip
         env["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
     run([uv, "pip", "install", "--python", sys.executable, "--target", str(target), *options, "pip"], env)
     sys.path.append(str(target))  # `released` imports a module of pip
 
 
 def run_pip(arguments: list[str], env: Mapping[str, str]) -> None:
-    """Run ``pip install`` with `arguments`, and ignore packages in the user's home folder."""
+    """Run ``pip install`` with `arguments`, and ignore packages in the user's home folder.
+
+    Raises
+    ------
+    Failure : pip exited with an error.
+    """
     run([sys.executable, "-s", "-m", "pip", "install", "--no-warn-script-location", *arguments], env)
 
 
@@ -279,16 +301,16 @@ def run(argv: list[str], env: Mapping[str, str]) -> None:
     ------
     Failure : the program exited with an error. The failure contains all of its output.
     """
-    lines = []
+    output_lines = []
     with subprocess.Popen(
         argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", env=dict(env)
     ) as process:
         assert process.stdout is not None  # noqa: S101 - for the type checker: stdout=PIPE
         for line in process.stdout:
-            lines.append(line)
+            output_lines.append(line)
             print(line, end="", flush=True)
     if process.returncode:
-        raise Failure("pip", "".join(lines))
+        raise Failure("pip", "".join(output_lines))
 
 
 def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
@@ -298,13 +320,13 @@ def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
     pip requires all hashes as soon as there is one.
     """
     has_hashes = all(summary(item)["sha256"] for item in items)
-    lines = []
+    requirement_lines = []
     for item in items:
-        line = exact_requirement(item)
+        requirement_line = exact_requirement(item)
         if has_hashes:
-            line += f" --hash=sha256:{summary(item)['sha256']}"
-        lines.append(line)
-    return lines
+            requirement_line += f" --hash=sha256:{summary(item)['sha256']}"
+        requirement_lines.append(requirement_line)
+    return requirement_lines
 
 
 def exact_requirement(item: Mapping[str, Any]) -> str:
@@ -313,7 +335,7 @@ def exact_requirement(item: Mapping[str, Any]) -> str:
     A package from a URL or a repository has the form ``NAME @ git+https://...@COMMIT``.
     """
     name = item["metadata"]["name"]
-    if not item.get("is_direct"):
+    if not item.get("is_direct"):  # the requirement did not name a URL, so the package is from an index
         return f"{name}=={item['metadata']['version']}"
     download = item["download_info"]
     repository = download.get("vcs_info")
@@ -333,7 +355,7 @@ def summary(item: Mapping[str, Any]) -> dict[str, str]:
     return {
         "name": item["metadata"]["name"],
         "version": item["metadata"]["version"],
-        "sha256": sha256.rpartition("sha256=")[2],
+        "sha256": sha256.rpartition("sha256=")[2],  # unchanged if it has no such prefix
     }
 
 

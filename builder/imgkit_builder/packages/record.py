@@ -92,7 +92,7 @@ def image_digest(path: Path) -> str:
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         start = stream.read(EDGE_BYTES)
-        stream.seek(max(0, size_bytes - EDGE_BYTES))
+        stream.seek(max(0, size_bytes - EDGE_BYTES))  # in a small file, both parts overlap
         end = stream.read(EDGE_BYTES)
     return hashlib.sha256(start + end + f"{size_bytes}\n".encode()).hexdigest()
 
@@ -157,17 +157,22 @@ def squashfs_sha256(path: Path) -> str:
 
     Raises
     ------
-    UsageError, CheckFailed : as in `read`.
+    UsageError : there is no such file, or `imgkit add` did not write it.
+    CheckFailed : the record is damaged.
     """
     read(path)  # raises an error if the record is missing or damaged
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
-        text = files.read_trailer(stream, 0, size_bytes, _MAGIC) or b""
-        return files.sha256(stream, 0, size_bytes - len(files.make_trailer(text, _MAGIC)))
+        record_json = files.read_trailer(stream, 0, size_bytes, _MAGIC) or b""
+        # The trailer is made again only to know its length.
+        return files.sha256(stream, 0, size_bytes - len(files.make_trailer(record_json, _MAGIC)))
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
     """Return the record in `end`, the last `END_BYTES` of a file. The file may be on another machine.
+
+    The record describes the packages in the file and the image for which they were made. `path` is the path
+    of the file, for messages.
 
     Raises
     ------
@@ -177,13 +182,14 @@ def parse_end(end: bytes, path: str) -> PackagesRecord:
     if not end.endswith(_MAGIC):
         raise UsageError("imgkit add did not write this file", where=path, hint=_HINT)
     try:
-        text = files.read_trailer(io.BytesIO(end), 0, len(end), _MAGIC) or b""
-        values = json_text.parse(text)
+        record_json = files.read_trailer(io.BytesIO(end), 0, len(end), _MAGIC) or b""
+        record_values = json_text.parse(record_json)
         # This raises an error if the digest that `to_bytes` has added does not match.
-        json_text.unseal(values)
-        if values.pop("schema") != _SCHEMA:
+        json_text.unseal(record_values)
+        # The key is removed, because it is no field of the record, and no other keys are allowed below.
+        if record_values.pop("schema") != _SCHEMA:
             raise ValueError("another version of imgkit wrote it")
-        record: PackagesRecord = json_text.build_value(PackagesRecord, values, "it", closed=True)
+        record: PackagesRecord = json_text.build_value(PackagesRecord, record_values, "it", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its record cannot be read: {error}", where=path, hint="copy it again") from error
     return record
@@ -219,6 +225,7 @@ def refuse_unfit(
             )
         for package in record.packages:
             name = canonical_name(package.name)
+            # If an earlier file has the package, its version is returned. Otherwise this one is stored.
             first_path, first_version = first_versions.setdefault(name, (path, package.version))
             if first_version != package.version:
                 raise UsageError(
@@ -231,9 +238,13 @@ def refuse_unfit(
 def read_records_for(paths: Iterable[str], image: Path) -> tuple[PackagesRecord, ...]:
     """Return the records of the files `paths`, after a check that a job can use the files with `image`.
 
+    A record describes the packages in a file and the image for which they were made.
+
     Raises
     ------
-    UsageError, CheckFailed : as in `read` and in `refuse_unfit`.
+    UsageError : `imgkit add` did not write a file, a file was made for another image, or two files have
+        different versions of a package.
+    CheckFailed : a record is damaged.
     """
     records = [(path, read(Path(path))) for path in paths]
     digests = [read_image_id(image)]

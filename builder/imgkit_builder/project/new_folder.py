@@ -30,7 +30,7 @@ GITIGNORE = ".gitignore"
 # The time limit in a new imgkit.toml if neither the user nor the recipe sets one.
 _TIME = "30m"
 # The files that imgkit writes into a project folder, in the syntax of .gitignore.
-_OUTPUTS = ("runs/", "*.sif", "*.sqsh")
+_IGNORED_OUTPUTS = ("runs/", "*.sif", "*.sqsh")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,31 +99,35 @@ def file_texts(options: NewFolder) -> Mapping[str, str]:
     command of the folder's own program.
     """
     parent = options.parent
-    values = {
+    template_values = {
         "name": options.name,
         "remote": options.remote,
-        "parent": _parent_reference(options),
+        "parent": _make_parent_reference(options),
         "description": f"{options.name}, on {parent.title}",
-        "required": _required_keys(parent),
+        "required": _find_required_keys(parent),
         "command": _job_command(options),
         "programs": program.find_start_scripts(options.folder),
         "copies": options.copies_code,
         "unfit_reason": options.unfit_reason,
         "pip": program.pip_steps(options.folder, editable=not options.copies_code),
-        **_queue_values(options),
+        **_select_queue_values(options),
     }
     # The template of each file, by the name of the file.
-    sources = {toml_file.NAME: toml_file.NAME, options.recipe_file: "recipe.yaml", GITIGNORE: "gitignore"}
+    template_names = {
+        toml_file.NAME: toml_file.NAME,
+        options.recipe_file: "recipe.yaml",
+        GITIGNORE: "gitignore",
+    }
     if not program.has_code(options.folder):
-        sources[PROGRAM] = PROGRAM
+        template_names[PROGRAM] = PROGRAM
     templates = template_environment("templates/project", None)
-    texts = {}
-    for file, source in sources.items():
-        texts[file] = templates.get_template(f"{source}.j2").render(values)
-    return texts
+    text_of_file = {}
+    for file, template_name in template_names.items():
+        text_of_file[file] = templates.get_template(f"{template_name}.j2").render(template_values)
+    return text_of_file
 
 
-def _parent_reference(options: NewFolder) -> str:
+def _make_parent_reference(options: NewFolder) -> str:
     """Return the value of ``extends`` in the folder's recipe: a shipped name, or a path.
 
     A path begins with ``./`` or ``../``.
@@ -135,30 +139,31 @@ def _parent_reference(options: NewFolder) -> str:
     return path if path.startswith("../") else f"./{path}"
 
 
-def _queue_values(options: NewFolder) -> dict[str, Any]:
+def _select_queue_values(options: NewFolder) -> dict[str, Any]:
     """Return the template values for the keys of imgkit.toml that describe what a job asks the scheduler for.
 
-    The keys under ``queue`` have a value, or the user must fill them in. The keys under ``unused`` are
-    optional. The template writes them as comments.
+    The keys under ``queue`` have a value, or are required and empty, so that the user must fill them in. The
+    keys under ``unused`` are optional. The template writes them as comments.
     """
     parent = options.parent
     system = systems.get_system(parent.system.scheduler)
-    required_keys = _required_keys(parent)
-    values = dict(options.values)
-    if not values["time"] and not parent.system.queue.time and "time" in system.uses:
-        values["time"] = _TIME
-    queue = {}
+    required_keys = _find_required_keys(parent)
+    value_of_key = dict(options.values)
+    # If the scheduler uses a time limit, and neither the user nor the recipe sets one, a default is written.
+    if not value_of_key["time"] and not parent.system.queue.time and "time" in system.uses:
+        value_of_key["time"] = _TIME
+    shown_keys = {}
     unused_keys = []
-    for key, value in values.items():
+    for key, value in value_of_key.items():
         if value or key in required_keys:
-            queue[key] = value
+            shown_keys[key] = value
         elif key in system.uses:  # imgkit run warns about a key that the scheduler does not use
             unused_keys.append(key)
     nodes = options.nodes
     if not nodes and not system.abilities.takes_hosts:  # a list of hosts (--hosts) sets their number
         nodes = "1"
     return {
-        "queue": queue.items(),
+        "queue": shown_keys.items(),
         "unused": unused_keys,
         "nodes": int(nodes) if nodes.isdecimal() else nodes,
     }
@@ -172,7 +177,7 @@ def _job_command(options: NewFolder) -> tuple[str, ...]:
     return (launcher, f"{skeleton.CODE_FOLDER}/{name}", *arguments)
 
 
-def _required_keys(parent: Target) -> Mapping[str, bool]:
+def _find_required_keys(parent: Target) -> Mapping[str, bool]:
     """Return each key that a job on the parent recipe's system needs, and whether that recipe sets it."""
     queue = parent.system.queue
     has_value: dict[str, bool] = {}
@@ -195,20 +200,22 @@ def next_steps(options: NewFolder, folder: Path) -> Iterator[str]:
     if not options.command:
         names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
         yield f"command in imgkit.toml: the one that starts {names}"
+    # A .sif is for a cluster, so the job needs a remote.
     starts_sif = runtimes.get_runtime(parent.system.runtime.kind).image_suffix == ".sif"
     if starts_sif and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
-    for key, has_value in _required_keys(parent).items():
+    for key, has_value in _find_required_keys(parent).items():
         # The new imgkit.toml always has a time limit.
         if not has_value and key != "time" and not options.values[key]:
             yield f"{key} in imgkit.toml, which {parent.name} needs"
-    commands = _run_commands(options)
+    # The file names in these commands are relative to the new folder.
+    commands = _list_build_and_run_commands(options)
     if folder != Path():
         commands[0] = f"cd {shlex.quote(str(folder))} && {commands[0]}"
     yield from commands
 
 
-def _run_commands(options: NewFolder) -> list[str]:
+def _list_build_and_run_commands(options: NewFolder) -> list[str]:
     """Return the commands that the user can type to build the image and run a job.
 
     They depend on the runtime of the system. For example, pods need a registry, and pyxis needs a .sqsh.
@@ -217,6 +224,7 @@ def _run_commands(options: NewFolder) -> list[str]:
     image = f"REGISTRY/{options.name}:1"
     build = f"imgkit build {recipe}"
     push = f"imgkit push {recipe} {image}"
+    # The kinds of runtime that need other commands than most.
     commands_of_runtime = {
         "kubernetes": [f"{build} && {push}", f"imgkit run --image {image} --pvc CLAIM:/PATH"],
         "docker": [f"{build} && imgkit run"],
@@ -228,6 +236,7 @@ def _run_commands(options: NewFolder) -> list[str]:
     # image.
     commands = commands_of_runtime.get(kind, ["imgkit run --dry-run && imgkit run"])
     takes_hosts = systems.get_system(system.scheduler).abilities.takes_hosts
+    # Without a scheduler, jobs can also run on a list of hosts, which pull the image from a registry.
     if takes_hosts and not runtimes.get_runtime(kind).image_suffix:
         commands.append(f"{push} && imgkit run --hosts HOST1,HOST2 --image {image}")
     return commands
@@ -236,40 +245,44 @@ def _run_commands(options: NewFolder) -> list[str]:
 def write_files(folder: Path, contents: Mapping[str, str]) -> tuple[Path, ...]:
     """Write each file of `contents` that does not exist yet, and return the paths of the new files.
 
-    Existing files are never replaced.
+    Existing files are never replaced. `contents` has the text of each file by its name.
 
     Raises
     ------
     UsageError : a value is wrong, or the folder already has an imgkit.toml. In both cases nothing is written.
     """
-    # Parsing the content finds a wrong value of a flag before any file is written.
+    # Parsing the content finds a wrong value of a flag before any file is written. The parsed values
+    # themselves are not needed.
     toml_file.parse_text(contents[toml_file.NAME], folder / toml_file.NAME)
     if os.path.lexists(folder / toml_file.NAME):
         raise UsageError(
             f"there is an {toml_file.NAME}", where=str(folder), hint="edit it, or remove it for a new one"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    paths = tuple(folder / name for name in contents if not os.path.lexists(folder / name))
-    for path in paths:
+    # os.path.lexists is also true for a broken link, which must not be replaced either.
+    new_paths = tuple(folder / name for name in contents if not os.path.lexists(folder / name))
+    for path in new_paths:
         files.write_file(path, contents[path.name])
-    return paths
+    return new_paths
 
 
 def complete_gitignore(folder: Path) -> tuple[str, ...]:
     """Add missing lines for imgkit's outputs, such as ``*.sif``, to the user's .gitignore.
 
     Return the lines that were added. Without them, git would add image files of many GB. The other lines of
-    the template are not added, because they could hide files of the user.
+    the template are not added, because they could hide files of the user. If there is no .gitignore, or it is
+    a link, nothing is changed.
     """
     path = folder / GITIGNORE
     if path.is_symlink() or not path.is_file():
         return ()
-    text = files.read_text(path)
-    present_lines = text.splitlines()
-    missing_lines = [line for line in _OUTPUTS if line not in present_lines]
+    old_text = files.read_text(path)
+    present_lines = old_text.splitlines()
+    missing_lines = [line for line in _IGNORED_OUTPUTS if line not in present_lines]
     if not missing_lines:
         return ()
-    if text and not text.endswith("\n"):
-        text += "\n"
-    files.write_file(path, text + "\n".join(missing_lines) + "\n")
+    # Without this, the first new line would become part of the user's last line.
+    if old_text and not old_text.endswith("\n"):
+        old_text += "\n"
+    files.write_file(path, old_text + "\n".join(missing_lines) + "\n")
     return tuple(missing_lines)

@@ -124,7 +124,8 @@ def find_value_source(
     ----------
     flag : the flag that was given, or "" if there is none.
     project : the ``imgkit.toml``. It is the source if it sets the key `name` and there is no flag.
-    default : the position in the recipe that sets the value, or None if the recipe does not set it.
+    default : the position in the recipe that sets the value, or None if the recipe does not set it. Then the
+        source is a default of imgkit.
     """
     if flag:
         return ValueSource(name=name, value=value, flag=flag)
@@ -142,10 +143,11 @@ def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None)
     Parameters
     ----------
     flags : the request before the values of imgkit.toml were added. Its values all come from flags.
+    project : the imgkit.toml, or None if the job uses no such file.
     """
     if project is None:
         project = ProjectFile(file=Path(), values=ProjectValues(), positions={})
-    yield from _single_value_sources(job, flags, project)
+    yield from _list_single_value_sources(job, flags, project)
     yield from _list_item_sources(job, flags, project)
     # Flags that belong to one kind of scheduler. They cannot be set in a file.
     for system_flags in flags.system_flags:
@@ -156,21 +158,25 @@ def list_value_sources(job: Job, flags: JobRequest, project: ProjectFile | None)
                 yield ValueSource(name=flag.lstrip("-"), value=str(value), flag=flag)
 
 
-def _single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
-    """Yield the values that a single flag or key sets as a whole, such as the time. Lists are left out."""
+def _list_single_value_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
+    """Yield the values that a single flag or key sets as a whole, such as the time. Lists are left out.
+
+    `flags` has the values of flags only, without those of imgkit.toml (`project`).
+    """
     # A value has the name of its flag without the dashes. --no-code also sets the value "code".
     flag_of_value = {}
     for flag in flags_in(flags):
         flag_of_value[flag.lstrip("-").removeprefix("no-")] = flag
     if flags.launch.command:
-        flag_of_value["command"] = "--"
-    for name, value in _single_values(job).items():
+        flag_of_value["command"] = "--"  # the command of a job follows "--"
+    for name, value in _collect_single_values(job).items():
         flag = flag_of_value.get(name, "")
+        # Most values are listed even if they are empty. A job often has no code or command of its own.
         if name in ("code", "command") and not value and not flag:
             continue
-        text = "" if value is None else str(value)
+        shown_value = "" if value is None else str(value)
         position = _recipe_position(job.recipe, name)
-        yield find_value_source(name, text, flag=flag, project=project, default=position)
+        yield find_value_source(name, shown_value, flag=flag, project=project, default=position)
 
 
 def _recipe_position(recipe: Target, name: str) -> Position | None:
@@ -182,8 +188,11 @@ def _recipe_position(recipe: Target, name: str) -> Position | None:
     return None
 
 
-def _single_values(job: Job) -> dict[str, Any]:
-    """Return each value of the job that a single flag or key sets, by its name."""
+def _collect_single_values(job: Job) -> dict[str, Any]:
+    """Return each value of the job that a single flag or key sets, by its name.
+
+    The name is that of the flag without its dashes, and the order is that in which the values are shown.
+    """
     allocation = job.allocation
     values = {"nodes": allocation.size, "gpus": allocation.gpus, "cpus": allocation.cpus}
     memory = allocation.memory
@@ -210,26 +219,30 @@ def _single_values(job: Job) -> dict[str, Any]:
 def _list_item_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iterator[ValueSource]:
     """Yield the items of the job's lists, such as mounts and variables, each with its source.
 
-    The items of one list can come from the recipe, from imgkit.toml and from flags.
+    The items of one list can come from the recipe, from imgkit.toml and from flags. `flags` has the values of
+    flags only. A list in imgkit.toml has one line number, and a list in the recipe has one for each item.
     """
-    values = project.values
+    file_values = project.values
     file_lines = project.positions
     recipe_lines = job.recipe.positions
-    binds = _ListSources("bind", flags.container.binds, values.binds, file_lines.get("binds"))
+    binds = _ListSources("bind", flags.container.binds, file_values.binds, file_lines.get("binds"))
     for index, bind in enumerate(job.container.binds):
         # The recipe's binds come first, so an index finds the line of the recipe. A flag may repeat one of
         # them.
         yield binds.find(bind, recipe_lines.get(("system", "runtime", "binds", index)))
-    data = _ListSources("data", (), values.data, file_lines.get("data"))
+    data = _ListSources("data", (), file_values.data, file_lines.get("data"))
     for item in job.request.container.data:
         yield data.find(item)
-    packages = _ListSources("packages", flags.container.packages, values.packages, file_lines.get("packages"))
+    packages = _ListSources(
+        "packages", flags.container.packages, file_values.packages, file_lines.get("packages")
+    )
     for package in flags.container.packages or job.request.container.requirements:
         yield packages.find(package)
     yield from _variable_sources(job, flags, project)
     flag_options = flags.allocation.options
-    options = _ListSources("option", flag_options, values.options, file_lines.get("options"))
-    for index, option in enumerate((*job.recipe.system.queue.options, *values.options, *flag_options)):
+    options = _ListSources("option", flag_options, file_values.options, file_lines.get("options"))
+    # The recipe's options come first here, too.
+    for index, option in enumerate((*job.recipe.system.queue.options, *file_values.options, *flag_options)):
         yield options.find(option, recipe_lines.get(("system", "queue", "options", index)))
 
 
@@ -241,12 +254,13 @@ def _variable_sources(job: Job, flags: JobRequest, project: ProjectFile) -> Iter
     """
     flag_names = _variable_names(flags.container.env)
     file_names = _variable_names(project.values.env)
+    # Finds the flag or the line of imgkit.toml that names a variable.
     variables = _ListSources("env", flag_names, file_names, project.positions.get("env"))
-    texts = {name: f"{name}={value}" for name, value in job.container.env.items()}
+    shown_texts = {name: f"{name}={value}" for name, value in job.container.env.items()}
     for name in job.container.names:
         # A variable that also has an explicit value is listed only with that value.
-        texts.setdefault(name, f"{name} (with its value from here)")
-    for name, text in texts.items():
+        shown_texts.setdefault(name, f"{name} (with its value from here)")
+    for name, text in shown_texts.items():
         yield dataclasses.replace(variables.find(name), value=text)
 
 

@@ -43,7 +43,8 @@ def named_paths(project: ProjectFile, *, with_recipe: bool) -> Iterator[Path]:
 def _recipe_paths(file: Path) -> Iterator[Path]:
     """Yield `file`, a recipe or .sif, and for a recipe also its lock and the files that it reads.
 
-    Shipped files and the system files of a site are left out.
+    Shipped files and the system files of a site are left out. Each yielded path is checked: other users must
+    not be able to change it.
     """
     yield file
     if file.suffix not in (".yaml", ".yml") or not file.is_file():
@@ -76,6 +77,7 @@ def _refuse_foreign_path(path: Path) -> None:
 
     `path` must be absolute. If it is a link, the link itself is checked and not its target.
     """
+    # This user, root, and the owner of imgkit's own files, whose code runs here anyway.
     trusted_users = (os.geteuid(), 0, Path(__file__).stat().st_uid)
     status = path.lstat()
     if status.st_uid not in trusted_users:

@@ -32,7 +32,7 @@ _TRAINING_PROGRAMS = (
 # Names that need no quotes in a shell.
 _NAME = re.compile(r"[\w.-]+")
 # Python files that are not training programs: tests and tools for packaging.
-_NOT_STARTED = re.compile(r"setup|conftest|test_.*|.*_test|noxfile|versioneer")
+_NOT_STARTED_STEM = re.compile(r"setup|conftest|test_.*|.*_test|noxfile|versioneer")
 # A file with `if __name__ == "__main__":` is meant to be started.
 _MAIN_BLOCK = re.compile(r"^if __name__ ?==", re.MULTILINE)
 # Packages that have the same name in conda and on PyPI. Other packages of conda may be called differently on
@@ -70,12 +70,12 @@ def find_start_scripts(folder: Path) -> tuple[str, ...]:
     for name in _TRAINING_PROGRAMS:
         if (folder / name).is_file():
             return (name,)
-    names = []
+    script_names = []
     for path in sorted(folder.glob("*.py")):
-        is_candidate = _NAME.fullmatch(path.stem) and not _NOT_STARTED.fullmatch(path.stem)
+        is_candidate = _NAME.fullmatch(path.stem) and not _NOT_STARTED_STEM.fullmatch(path.stem)
         if is_candidate and _MAIN_BLOCK.search(_read_text(path)):
-            names.append(path.name)
-    return tuple(names)
+            script_names.append(path.name)
+    return tuple(script_names)
 
 
 def has_code(folder: Path) -> bool:
@@ -94,24 +94,25 @@ def pip_steps(folder: Path, *, editable: bool) -> PipProposal | None:
 
     Parameters
     ----------
-    editable : whether jobs mount the run's code over the project. The project is then installed as editable.
+    editable : whether jobs mount the run's code over the project. The project is then installed as editable,
+        so that Python imports the mounted code and not a copy of it.
     """
-    packages = _package_steps(folder)
+    proposal = _propose_package_step(folder)
     if not is_project(folder):
-        return packages
-    if packages is None:
-        packages = PipProposal(file=requirements.PYPROJECT, steps=())
-    keys = ["project: ."]
+        return proposal
+    if proposal is None:  # the project itself is still to be installed
+        proposal = PipProposal(file=requirements.PYPROJECT, steps=())
+    project_keys = ["project: ."]
     if editable:
-        keys.append(f"editable: {CODE_FOLDER}")
-    if packages.left_out and packages.file != CONDA:
+        project_keys.append(f"editable: {CODE_FOLDER}")
+    if proposal.left_out and proposal.file != CONDA:
         # The project may depend on packages that were left out. Without this option, pip would install them.
-        keys.append(f"options: [{NO_DEPS}]")
-    project_step = f"{{{', '.join(keys)}}}"
-    steps = (*packages.steps, project_step)
-    if packages.file == requirements.PYPROJECT and not packages.left_out:
+        project_keys.append(f"options: [{NO_DEPS}]")
+    project_step = f"{{{', '.join(project_keys)}}}"
+    steps = (*proposal.steps, project_step)
+    if proposal.file == requirements.PYPROJECT and not proposal.left_out:
         steps = (project_step,)  # pip then installs the dependencies in pyproject.toml as well
-    return dataclasses.replace(packages, steps=steps)
+    return dataclasses.replace(proposal, steps=steps)
 
 
 def is_project(folder: Path) -> bool:
@@ -120,19 +121,22 @@ def is_project(folder: Path) -> bool:
     This needs a table ``build-system`` in pyproject.toml. The project must be described in the same file, or
     in setup.py or setup.cfg.
     """
-    text = _read_text(folder / requirements.PYPROJECT)
-    has_build_system = re.search(r"^\[build-system\]", text, re.MULTILINE) is not None
-    is_described = re.search(r"^\[(project|tool\.poetry)\]", text, re.MULTILINE) is not None
+    pyproject_text = _read_text(folder / requirements.PYPROJECT)
+    has_build_system = re.search(r"^\[build-system\]", pyproject_text, re.MULTILINE) is not None
+    is_described = re.search(r"^\[(project|tool\.poetry)\]", pyproject_text, re.MULTILINE) is not None
     has_setup = (folder / "setup.py").is_file() or (folder / "setup.cfg").is_file()
     return has_build_system and (is_described or has_setup)
 
 
-def _package_steps(folder: Path) -> PipProposal | None:
-    """Return the step for the packages that a file in `folder` lists, or None if no file lists any."""
+def _propose_package_step(folder: Path) -> PipProposal | None:
+    """Return the step for the packages that a file in `folder` lists, or None if no file lists any.
+
+    The first file that lists packages is used, in the order below. The other files are ignored.
+    """
     files_and_lines = (
-        (requirements.PYPROJECT, _requirement_lines(requirements.read_dependencies, folder)),
-        (REQUIREMENTS, _requirement_lines(requirements.read_requirements, folder / REQUIREMENTS)),
-        (CONDA, tuple(_conda_lines(folder / CONDA))),
+        (requirements.PYPROJECT, _read_lines_if_valid(requirements.read_dependencies, folder)),
+        (REQUIREMENTS, _read_lines_if_valid(requirements.read_requirements, folder / REQUIREMENTS)),
+        (CONDA, tuple(_read_conda_lines(folder / CONDA))),
     )
     for file, lines in files_and_lines:
         if lines:
@@ -148,7 +152,7 @@ def _read_text(file: Path) -> str:
         return ""
 
 
-def _requirement_lines(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
+def _read_lines_if_valid(read: Callable[[Path], tuple[str, ...]], path: Path) -> tuple[str, ...]:
     """Return the requirements that the function `read` finds in `path`.
 
     If the file is missing or damaged, the result is empty. ``imgkit check`` reports damaged files later.
@@ -167,17 +171,18 @@ def _propose_step(file: str, lines: tuple[str, ...]) -> PipProposal:
     change, such as torch, are left out.
     """
     unfit_lines = [line for line in lines if _is_unfit(line)]
+    # pip can then read the file itself, with its options, whenever the image is built.
     if file == REQUIREMENTS and not unfit_lines:
         return PipProposal(file=file, steps=(f"requirements: {file}",))
-    packages = []
+    listed_packages = []
     left_out = []
     for line in lines:
         # A list of packages in a recipe cannot contain options and URLs, which a requirements file may have.
         if line in unfit_lines or any(rules.pip_package(line)):
-            left_out.append(terminal.escape_controls(line))
+            left_out.append(terminal.escape_controls(line))  # it is shown to the user
         else:
-            packages.append(line)
-    steps = (f"packages: {json.dumps(packages)}",) if packages else ()
+            listed_packages.append(line)
+    steps = (f"packages: {json.dumps(listed_packages)}",) if listed_packages else ()
     return PipProposal(file=file, steps=steps, left_out=tuple(left_out))
 
 
@@ -191,7 +196,7 @@ def _is_unfit(line: str) -> bool:
     return is_in_base or requirements.names_other_file(line)
 
 
-def _conda_lines(file: Path) -> Iterator[str]:
+def _read_conda_lines(file: Path) -> Iterator[str]:
     """Yield the requirements in ``environment.yml``, the file of a conda environment, in pip's syntax.
 
     The list ``dependencies`` contains packages of conda, and possibly a list ``pip`` with packages of pip. A
@@ -202,13 +207,13 @@ def _conda_lines(file: Path) -> Iterator[str]:
     if tree is None:
         return
     # The file is the user's and may have any form, so each level is checked.
-    for item in _as_list(yaml_tree.to_data(tree).get("dependencies")):
-        if isinstance(item, str):
-            yield _convert_conda_spec(item)
-        elif isinstance(item, dict):
-            for line in _as_list(item.get("pip")):
-                if isinstance(line, str):
-                    yield line
+    for dependency in _as_list(yaml_tree.to_data(tree).get("dependencies")):
+        if isinstance(dependency, str):
+            yield _convert_conda_spec(dependency)
+        elif isinstance(dependency, dict):
+            for requirement in _as_list(dependency.get("pip")):
+                if isinstance(requirement, str):
+                    yield requirement
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -221,13 +226,13 @@ def _convert_conda_spec(spec: str) -> str:
 
     A package that may be missing on PyPI is returned as ``conda:`` and the original text.
     """
-    match = _CONDA_SPEC.fullmatch(spec.strip())
-    if match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical_name(match["name"])):
+    spec_match = _CONDA_SPEC.fullmatch(spec.strip())
+    if spec_match is None or not _SAME_IN_CONDA.fullmatch(requirements.canonical_name(spec_match["name"])):
         return f"conda:{spec}"
-    versions = match["versions"] or ""
-    single_version = _CONDA_VERSION.fullmatch(versions)
-    if single_version is None:
-        return f"{match['name']}{versions}"
-    requirement = f"{match['name']}=={single_version['version']}"
-    is_exact = versions.startswith("==") or single_version["build"]
+    version_spec = spec_match["versions"] or ""
+    single_version = _CONDA_VERSION.fullmatch(version_spec)
+    if single_version is None:  # no version, or a range such as ">=1.26", which pip writes in the same way
+        return f"{spec_match['name']}{version_spec}"
+    requirement = f"{spec_match['name']}=={single_version['version']}"
+    is_exact = version_spec.startswith("==") or single_version["build"]
     return requirement if is_exact else f"{requirement}.*"  # conda's "=1.26" means any 1.26

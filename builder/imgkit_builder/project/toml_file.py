@@ -109,7 +109,7 @@ def find_file(folder: Path) -> Path | None:
     start = folder.absolute()
     candidates = (start, *start.parents)
     repositories = [candidate for candidate in candidates if (candidate / ".git").exists()]
-    last_candidate = repositories[0] if repositories else start
+    last_candidate = repositories[0] if repositories else start  # the innermost repository
     for candidate in candidates:
         file = candidate / NAME
         if file.is_file():
@@ -151,8 +151,8 @@ def parse_text(text: str, file: Path) -> ProjectFile:
     data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
     positions = {key: _key_position(key, text, file) for key in data}
     # A key with an empty value counts as not set. `imgkit init` writes such keys for the user to fill in.
-    non_empty = {key: value for key, value in data.items() if value != ""}
-    values, mistakes = validate(ProjectValues, non_empty)
+    set_values = {key: value for key, value in data.items() if value != ""}
+    values, mistakes = validate(ProjectValues, set_values)
     for mistake in mistakes:
         key = str(mistake.path[0])
         problems.error(positions[key], mistake.path, mistake.message, _mistake_hint(mistake))

@@ -76,13 +76,14 @@ def system_facts(path: Path) -> SystemFacts | None:
 
     Raises
     ------
-    CheckFailed, ToolMissing : as in `read_target`, or the system cannot be parsed.
+    CheckFailed : the file is damaged, or the system cannot be parsed.
+    ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
     """
-    text = unsquash.baked_facts(path).system
-    if not text:
+    system_json = unsquash.baked_facts(path).system
+    if not system_json:
         return None
     try:
-        return system.from_json(text)
+        return system.from_json(system_json)
     except ValueError as error:
         raise CheckFailed(f"its system cannot be read: {error}", where=str(path)) from error
 
@@ -96,10 +97,11 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
 
     Raises
     ------
-    CheckFailed, ToolMissing : as in `read_target`.
+    CheckFailed : the file is damaged.
+    ToolMissing : another program wrote the file, and there is no unsquashfs for its compression.
     UsageError : the manifest in the image cannot be parsed.
     """
-    baked_files = unsquash.baked_facts(path)
+    baked_files = unsquash.baked_facts(path)  # what imgkit recorded about files in the image
     projects: list[InstalledProject] = []
     if baked_files.manifest:
         projects += manifest.from_json(baked_files.manifest).projects
@@ -124,14 +126,15 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     patterns = [manifest.LOCK_TOML.lstrip("/")]
     for folder in library_folders(search_path):
         patterns.append(f"{folder}/python3*/*-packages/*.dist-info")
+    # It needs the names of all these files, and the content of the relevant ones.
     collector = BakedFactsCollector()
     # unsquashfs runs twice: the first run lists all names, and the second one reads the relevant files.
-    names = []
+    file_paths = []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files(*patterns):
-            names.append(file.path)
+            file_paths.append(file.path)
             collector.add_name(file.path)
-    for name, data in unsquash.read(path, filter(collector.is_relevant, names)).items():
+    for name, data in unsquash.read(path, filter(collector.is_relevant, file_paths)).items():
         collector.add(name, data)
     return collector.facts(search_path).distributions or ()
 
@@ -154,40 +157,44 @@ def has_manifest(path: Path) -> bool:
         return True
 
 
-_MACHINES = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
+_ARCH_BY_MACHINE_NUMBER = {0x3E: "amd64", 0xB7: "arm64", 0x15: "ppc64le", 0xF3: "riscv64"}
 """The architecture for each value of the field ``e_machine`` in the header of an ELF program."""
 # Nearly every image has one of these shells. The header of the program tells the architecture of the image.
 _SHELLS = ("sh", "bash", "dash", "busybox")
-_PROGRAMS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name in _SHELLS)
+_SHELL_PATHS = tuple(f"{folder}/{name}" for folder in ("usr/bin", "bin") for name in _SHELLS)
 
 
 def read_arch(path: Path) -> str:
     """Return the architecture of a .sif or .sqsh, such as ``arm64``, or "" if it is unknown.
 
     If the file does not record its architecture, the result is taken from the header of a shell in the image.
+    A file that cannot be read here has an unknown architecture, and no error is raised.
     """
     try:
-        recorded = recorded_arch(path)
-        if recorded != "unknown":
-            return recorded
-        programs = unsquash.read(path, _PROGRAMS)
+        arch_in_record = recorded_arch(path)
+        if arch_in_record != "unknown":
+            return arch_in_record
+        shell_programs = unsquash.read(path, _SHELL_PATHS)
     except (CheckFailed, ToolMissing, UsageError):
         return ""
     # Some of these programs may be links or scripts, which have no such header.
-    for program in programs.values():
-        arch = _elf_arch(program)
+    for shell_program in shell_programs.values():
+        arch = _parse_elf_arch(shell_program)
         if arch:
             return arch
     return ""
 
 
-def _elf_arch(program: bytes) -> str:
-    """Return the architecture in the header of an ELF program, or "" if it is not one of `_MACHINES`."""
+def _parse_elf_arch(program: bytes) -> str:
+    """Return the architecture in the header of an ELF program, such as ``arm64``.
+
+    The result is "" if the file is no such program, or if its architecture is unknown to imgkit.
+    """
     # Byte 5 is 1 if the numbers of the header are little-endian. Bytes 18 and 19 are the machine number.
     if program[:4] != b"\x7fELF" or program[5:6] != b"\x01":
         return ""
     machine = int.from_bytes(program[18:20], "little")
-    return _MACHINES.get(machine, "")
+    return _ARCH_BY_MACHINE_NUMBER.get(machine, "")
 
 
 def recorded_arch(path: Path) -> str:

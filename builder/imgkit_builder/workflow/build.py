@@ -138,12 +138,12 @@ def build(
         context = _pack_context(loaded_recipe, base, request, report)
         # A secret in a file of the context would become part of the image.
         secret_values.refuse_secrets_in(context, secrets)
-        tested: list[Check] = []
+        test_checks: list[Check] = []
 
         # The engine calls this before it moves the tag, so that a failed test leaves the tag where it is.
         def accept(image: ImageInfo) -> None:
             if not request.no_test:
-                tested.extend(_run_smoke_test(engine, image, context, report))
+                test_checks.extend(_run_smoke_test(engine, image, context, report))
 
         built = engines.build(
             engine,
@@ -157,7 +157,7 @@ def build(
         )
     # The digest lets a later job find this image without a question to the engine.
     build_input_sha256 = input_sha256(
-        loaded_recipe, context, _base_name(loaded_recipe, request) or loaded_recipe.image.base
+        loaded_recipe, context, _choose_base_name(loaded_recipe, request) or loaded_recipe.image.base
     )
     record_build(build_input_sha256, built.image.id)
     if built.up_to_date:
@@ -175,7 +175,7 @@ def build(
         log=built.log,
         input_sha256=build_input_sha256,
         labels=dict(built.image.labels),
-        checks=tuple(tested),
+        checks=tuple(test_checks),
     )
 
 
@@ -187,14 +187,16 @@ def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report:
     CheckFailed : the image differs from the one in the recipe's lock.
     ToolFailed : the image cannot be pulled.
     """
-    override = _base_name(recipe, request)
-    name = override or recipe.image.base
-    report.stage(f"base {name}")
+    # The base in the recipe's lock, or that of --base. None if there is neither.
+    override = _choose_base_name(recipe, request)
+    base_name = override or recipe.image.base
+    report.stage(f"base {base_name}")
     base = engines.resolve_base(
         engine, recipe, override=override, platform=request.platform, pull=request.pull, report=report
     )
-    _check_base(recipe, base)
-    evidence = bases.amd_image_evidence(name, base.env)
+    _check_base(recipe, base)  # before any program runs in the base
+    # A sentence that says why the image seems to be for AMD GPUs. Empty if it does not.
+    evidence = bases.amd_image_evidence(base_name, base.env)
     if evidence:
         report.note(f"warning: {bases.amd_warning(evidence)[0]}")
     probe = engines.probe(engine, base)
@@ -211,13 +213,15 @@ def plan(
 
     Raises
     ------
-    UsageError, LargeContext : as in `build`.
+    UsageError : the recipe or the request is wrong.
+    LargeContext : the code has more than 1 GB, and the request does not allow that.
     """
     loaded_recipe = _load_recipe(recipe, request, report)
-    # The engine is not asked, so this machine's platform is the default.
+    # The engine is not asked, so this machine's platform is the default. The lock differs by platform, so the
+    # platform must be known first.
     target = engines.choose_platform(loaded_recipe, requested=request.platform, host=host_platform())
     loaded_recipe = _attach_lock(loaded_recipe, target, request, report)
-    base = _base_name(loaded_recipe, request) or loaded_recipe.image.base
+    base = _choose_base_name(loaded_recipe, request) or loaded_recipe.image.base
     tag = request.tag or default_tag(loaded_recipe.name)
     engines.check_name(base, where="--base")
     engines.check_name(tag, where="--tag")
@@ -250,20 +254,21 @@ def _run_smoke_test(
         report.note("smoke test: skipped, this image has passed it before")
         return ()
     report.stage("smoke test")
-    results = smoke.check_image(
+    test_results = smoke.check_image(
         lambda argv: engines.run(engine, image.ref, argv, platform=image.platform),
         arch=image.platform.partition("/")[2],
         manifest=context.manifest,
     )
-    if not checks.passed(results):
-        failed_checks = "\n".join(checks.table(results))
+    if not checks.passed(test_results):
+        failed_checks = "\n".join(checks.table(test_results))
         raise CheckFailed(
             "the image was built, but its smoke test failed; an older image keeps the name",
             hint=f"{failed_checks}\nlook inside: docker run --rm -it {image.ref} bash; to name it anyway: "
             "--no-test",
         )
+    # Later builds that result in the same image then skip the test.
     smoke.record_pass(image.id)
-    return results
+    return test_results
 
 
 def build_sif(
@@ -281,7 +286,7 @@ def build_sif(
     ToolFailed : a step failed.
     CheckFailed : the smoke test failed.
     """
-    sif_request, pack_context = _prepare_sif(recipe, request, report)
+    sif_request, pack_context = _prepare_sif_build(recipe, request, report)
     return builds.build_sif(sif_request, pack_context, report)
 
 
@@ -292,9 +297,11 @@ def plan_sif(
 
     Raises
     ------
-    UsageError, LargeContext, ToolMissing : as in `build_sif`.
+    UsageError : the recipe or the request is wrong, or a definition file cannot do what the recipe asks for.
+    LargeContext : the code has more than 1 GB, and the request does not allow that.
+    ToolMissing : there is no runtime.
     """
-    sif_request, pack_context = _prepare_sif(recipe, request, report)
+    sif_request, pack_context = _prepare_sif_build(recipe, request, report)
     build_plan, command = builds.plan_build(sif_request, pack_context, report)
     base = build_plan.context.manifest.base
     return SifPlan(
@@ -310,7 +317,9 @@ def plan_sif(
     )
 
 
-def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter) -> tuple[SifRequest, Pack]:
+def _prepare_sif_build(
+    recipe: str | Path, request: SifBuildRequest, report: Reporter
+) -> tuple[SifRequest, Pack]:
     """Return the two arguments of `apptainer.build.build_sif`: a request, and a function.
 
     The function packs the build context, the files that the build gets. The context depends on the base
@@ -320,7 +329,7 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     _refuse_for_sif(loaded_recipe, request)
     # A definition file is always built for this machine's platform.
     locked = _attach_lock(loaded_recipe, host_platform(), request, report)
-    _refuse_local_base(locked, request)
+    _refuse_local_base(locked, request)  # needs the lock
 
     def pack_context(base: BaseImage) -> BuildContext:
         _check_base(locked, base)
@@ -336,7 +345,7 @@ def _prepare_sif(recipe: str | Path, request: SifBuildRequest, report: Reporter)
     sif_request = SifRequest(
         recipe=locked,
         target=request.output or Path(f"{locked.name}.sif"),
-        base=_base_name(locked, request),
+        base=_choose_base_name(locked, request),
         base_from=request.base_from,
         options=options,
     )
@@ -348,6 +357,7 @@ def _refuse_local_base(recipe: Recipe, request: SifBuildRequest) -> None:
 
     Such a base existed only in the engine of the machine on which the lock was made.
     """
+    # Without --base-from, the runtime pulls the base from its registry. Otherwise it is on this machine.
     is_pulled = request.base_from in (None, "registry")
     if is_pulled and recipe.lock and not recipe.lock.base.digest:
         raise UsageError(
@@ -430,24 +440,27 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
 
     Raises
     ------
-    UsageError : as in `lock_file.attach_lock`, for example because the lock is stale.
+    UsageError : the lock cannot be read, or is stale because the recipe has changed since, or ``--locked`` is
+        given and there is no lock.
     """
     if request.no_lock or recipe.lock:
         return recipe
-    base = bases.select_base(request.base, recipe)
-    locked_recipe = lock_file.attach_lock(recipe, platform=platform, base=base, required=request.locked)
+    chosen_base = bases.select_base(request.base, recipe)
+    locked_recipe = lock_file.attach_lock(
+        recipe, platform=platform, base=chosen_base, required=request.locked
+    )
     # There is no lock if the recipe has no lock file and the request does not demand one.
     lock = locked_recipe.lock
     if lock is not None:
         file = shorten_path(lock_file.lock_path(recipe))
         counts = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
-        if locked_recipe.kept:
+        if locked_recipe.kept:  # wheels that no index has, in a folder beside the lock
             counts += f", {len(locked_recipe.kept)} of them kept here"
         report.note(f"locked: {file}, {counts} (to ignore it: --no-lock)")
     return locked_recipe
 
 
-def _base_name(recipe: Recipe, request: AnyBuildRequest) -> str | None:
+def _choose_base_name(recipe: Recipe, request: AnyBuildRequest) -> str | None:
     """Return the name of the base image to use, or None for the base that the recipe names.
 
     If the recipe has a lock, the digest in the lock takes precedence over ``--base``.

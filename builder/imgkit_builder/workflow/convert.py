@@ -74,7 +74,9 @@ def plan_conversion(
 
     Raises
     ------
-    UsageError, CheckFailed, ToolMissing : as in `convert`.
+    UsageError : there is no such image, or the target exists and is a file of another format.
+    CheckFailed : the archive is damaged.
+    ToolMissing : the runtime, mksquashfs or the engine is missing.
     """
     with _prepare_source(str(image), sif, options) as (source, target, system_options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
@@ -84,8 +86,8 @@ def plan_conversion(
 def refuse_format(sif: str | Path | None, options: Options) -> None:
     """Raise UsageError if the format in `options` contradicts the name `sif` or another option.
 
-    An example is ``--format sqsh -o X.sif``. The option ``--runtime-command`` is refused for a .sqsh as well,
-    because imgkit does not start a .sqsh.
+    An example is ``--format sqsh -o X.sif``, which would write a .sqsh under the name of a .sif. The option
+    ``--runtime-command`` is refused for a .sqsh as well, because imgkit does not start a .sqsh.
 
     Parameters
     ----------
@@ -117,12 +119,13 @@ def _prepare_source(
     engine (Docker or Podman), the connection to the engine is closed at the end of the block.
     """
     refuse_format(sif, options)
+    # `system` is the cluster that the image is for, or None if it is unknown.
     with source_of(image) as (source, system):
         if image == "-" and sif is None:
             raise UsageError(
                 "an image from standard input has no name yet", where="-", hint=f"-o FILE.{options.format}"
             )
-        target = Path(sif or f"{name_stem(image)}.{options.format}")
+        target = Path(sif or f"{name_stem(image)}.{options.format}")  # in the current folder by default
         compression = compression_for(system, options.compression)
         yield (
             source,
@@ -156,10 +159,10 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
         yield Piped(stream=sys.stdin.buffer), None
     elif path.is_file() and path.suffix not in RECIPE_SUFFIXES:
         _refuse_converted(path)
-        yield Archive(path=path), _system_of_archive(path)
+        yield Archive(path=path), _read_system_of_archive(path)
     elif (path / "oci-layout").is_file():
         yield OciFolder(path=path), None
-    elif image.endswith(ARCHIVE_SUFFIXES):
+    elif image.endswith(ARCHIVE_SUFFIXES):  # it looks like an archive, but there is no such file
         raise UsageError(
             "there is no such archive",
             where=image,
@@ -170,7 +173,7 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
             yield source, system_of(image)
 
 
-def _system_of_archive(path: Path) -> SystemFacts | None:
+def _read_system_of_archive(path: Path) -> SystemFacts | None:
     """Return the system that the image in an archive is for, or None if it is unknown.
 
     The system is stored in the file ``X.tar.manifest.json`` beside the archive. None means that there is no
@@ -205,11 +208,11 @@ def _refuse_converted(path: Path) -> None:
 @contextlib.contextmanager
 def engine_image(image: str) -> Iterator[EngineImage]:
     """Yield the image called `image` in Docker or Podman, and close the connection at the end."""
-    name = image_name(image)
+    engine_name = image_name(image)
     try:
         connection = engine.connect()
     except ToolMissing as error:
         hint = f"{error.hint}\nwithout Docker, give the archive: imgkit sif {name_stem(image)}.tar"
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
     with connection as connected_engine:
-        yield engine.local_image(connected_engine, name)
+        yield engine.local_image(connected_engine, engine_name)

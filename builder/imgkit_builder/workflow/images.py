@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Parts of messages that say what a program in the image can see of this machine.
 _NOTHING_SHARED = "without folders of this machine and without a network"
-_SHARED = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
+_SHARED_DESCRIPTION = "a shell runs in the image, with this machine's network, and for a .sif its home folder"
 
 
 def smoke_test(
@@ -58,16 +58,27 @@ def smoke_test(
         return smoke.check_image(
             lambda argv: engines.run(engine, info.ref, argv, platform=info.platform),
             arch=info.platform.partition("/")[2],
-            manifest=None,
+            manifest=None,  # the versions are compared with the manifest in the image itself
         )
 
 
 def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check, ...]:
-    """Run the smoke test in the .sif `path`. `runtime` is as in `smoke_test`."""
+    """Run the smoke test in the .sif `path`: short programs that check its Python, torch and files.
+
+    `runtime` is ``singularity`` or ``apptainer``. None means the first of them on PATH.
+
+    Raises
+    ------
+    UsageError : the file is not a .sif.
+    ToolMissing : there is no runtime.
+    """
     if not sif_image.is_sif(path):
         raise UsageError(f"{path} is not a .sif", hint=f"to check an archive: imgkit verify {path}")
     arch = sif_image.read(path).arch
-    tool = find_runtime(runtime, module_hint=_module_hint(_target_of(path)))
+    # If there is no runtime, the error has the ``module load`` line of the image's cluster.
+    tool = find_runtime(runtime, module_hint=_module_hint(_read_target_if_any(path)))
+    # Programs in the image must not see this machine's folders. They get no network if the runtime can
+    # disable it.
     isolated = isolation(tool)
     report.note(isolated.description("python3"))
     return smoke.check_image(
@@ -105,7 +116,8 @@ def shell_command(
 
     Raises
     ------
-    UsageError, ToolMissing : as in `smoke_test`.
+    UsageError : there is no such image, the file is not a .sif, or `workdir` or `packages` cannot be used.
+    ToolMissing : there is no engine or no runtime.
     """
     if workdir:
         for message, hint in rules.image_path(workdir):  # only yields something if the path is wrong
@@ -128,19 +140,27 @@ def shell_command(
 
 
 def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
-    """Return the command of a shell in `target`, an existing image of Docker or Podman."""
-    name = image_name(target)
+    """Return the command of a shell in `target`, an existing image of Docker or Podman.
+
+    With `host`, the shell shares this machine's home folder and network. If `workdir` is empty, it starts in
+    the folder that the recipe sets.
+    """
+    engine_name = image_name(target)
     with engines.connect() as engine:
-        engines.inspect(engine, name)
+        engines.inspect(engine, engine_name)  # raises an error if there is no such image
+    # The facts about the engine stay known after its connection is closed.
     argv = engines.shell_argv(
-        name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
+        engine_name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
     )
-    description = _SHARED if host else f"a shell runs in the image: {_NOTHING_SHARED}"
-    return ShellCommand(argv=tuple(argv), description=description, image=name)
+    description = _SHARED_DESCRIPTION if host else f"a shell runs in the image: {_NOTHING_SHARED}"
+    return ShellCommand(argv=tuple(argv), description=description, image=engine_name)
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
-    """Return the command of a shell in the .sif `path`. The parameters are those of `shell_command`.
+    """Return the command of a shell in the .sif `path`, which starts in the folder `workdir` of the image.
+
+    With `host`, the shell shares this machine's home folder and network. `packages` are files of ``imgkit
+    add``, whose packages Python then finds.
 
     The runtime options of the image's system are always used. The system's mounts and variables are used only
     with `host`, because they are folders and values of this machine.
@@ -150,10 +170,10 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
             f"{path} is not a .sif, and a runtime would start it without the variables of its image",
             hint="make a .sif of the image: imgkit sif",
         )
-    target = _target_of(Path(path))
+    target = _read_target_if_any(Path(path))
     tool = find_runtime(module_hint=_module_hint(target))
-    record.read_records_for(packages, Path(path))
-    description = _SHARED
+    record.read_records_for(packages, Path(path))  # raises an error if one was made for another image
+    description = _SHARED_DESCRIPTION
     options: list[str] = []
     bind_options: list[str] = []
     variables: list[str] = []
@@ -166,8 +186,8 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
         workdir = workdir or target.workdir
     if target is not None and host:
         bind_options = _bind_options(target)
-        variables = _unset_variables(target)
-    command = _shell_in_image(len(packages), variables)
+        variables = _list_missing_variables(target)
+    command = _make_bash_command(len(packages), variables)
     argv = [str(tool.path), "exec" if command else "shell", "--nv"]
     # A file of packages is a squashfs. The runtime mounts each one in its own folder.
     for file_number, file in enumerate(packages, 1):
@@ -182,7 +202,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     return ShellCommand(argv=tuple(argv), description=description)
 
 
-def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
+def _make_bash_command(package_files: int, variables: Sequence[str]) -> list[str]:
     """Return the command that starts bash in the image, with packages and variables: ``env NAME=VALUE bash``.
 
     If there are neither packages nor variables, the result is empty, because the runtime's own ``shell`` is
@@ -195,6 +215,7 @@ def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
     """
     command = []
     if package_files:
+        # The last "sh" is the name of the script. The script ends with `exec "$@"`, so it runs what follows.
         command += ["sh", "-c", record.search_path_script(package_files), "sh"]
     # env sets the variables inside the container, as in a job (ADR 5). If they were set outside, the image's
     # variables of the same name would override them.
@@ -205,7 +226,7 @@ def _shell_in_image(package_files: int, variables: Sequence[str]) -> list[str]:
     return command
 
 
-def _unset_variables(target: Target) -> list[str]:
+def _list_missing_variables(target: Target) -> list[str]:
     """Return ``NAME=VALUE`` for each variable of the image's system that is not set in this shell."""
     variables = []
     for name, value in target.system.on_node(os.environ).env.items():
@@ -236,7 +257,7 @@ def _bind_options(target: Target) -> list[str]:
     return options
 
 
-def _target_of(path: Path) -> Target | None:
+def _read_target_if_any(path: Path) -> Target | None:
     """Return the recipe and system that are stored in a .sif, or None if they cannot be read.
 
     They cannot be read if imgkit did not build the image, for example.

@@ -39,17 +39,18 @@ def sbom_document(name: str, report: Reporter, *, unpack_limit_bytes: int | None
     path = Path(name)
     if name.endswith((".sif", ".sqsh")) or image.is_sif(path):
         report.stage(f"list the packages of {name}")
-        return _document_of_file(path)
+        return _read_or_make_file_document(path)
     with source_of(name) as (source, _):
-        return _document_of_source(source, path, report, unpack_limit_bytes)
+        return _make_source_document(source, path, report, unpack_limit_bytes)
 
 
-def _document_of_file(path: Path) -> str:
+def _read_or_make_file_document(path: Path) -> str:
     """Return the SPDX document that is stored in the .sif or .sqsh `path`.
 
     If there is none, or it is not valid JSON, make a document from the files of the image.
     """
     stored_document = unsquash.read(path, [SPDX_PATH]).get(SPDX_PATH, b"")
+    # A missing document is empty, which is not valid JSON either.
     with contextlib.suppress(ValueError):
         json_text.parse(stored_document, most_bytes=unsquash.MOST_BYTES)
         return stored_document.decode()
@@ -68,7 +69,7 @@ def _collect_files(path: Path) -> InventoryCollector:
     relevant files, for example the metadata of Python packages.
     """
     collector = InventoryCollector()
-    names = []
+    relevant_names = []
     for squashfs in unsquash.open_squashfs(path):
         for file in squashfs.list_files():
             is_regular = file.mode.startswith("-")  # "-rw-r--r--"
@@ -77,13 +78,15 @@ def _collect_files(path: Path) -> InventoryCollector:
             if int(file.size) > MAX_FILE_BYTES:
                 collector.add(file.path, None)  # the inventory lists the file as left out
             else:
-                names.append(file.path)
-    for name, data in unsquash.read(path, names).items():
+                relevant_names.append(file.path)
+    for name, data in unsquash.read(path, relevant_names).items():
         collector.add(name, data)
     return collector
 
 
-def _document_of_source(source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None) -> str:
+def _make_source_document(
+    source: Source, path: Path, report: Reporter, unpack_limit_bytes: int | None
+) -> str:
     """Make the SPDX document of an archive, an OCI folder or an image of the engine (Docker or Podman).
 
     All files of the image are read, which can take minutes.
@@ -92,8 +95,9 @@ def _document_of_source(source: Source, path: Path, report: Reporter, unpack_lim
     ----------
     path : the path of `source`. Temporary files are made beside it, unless a variable such as ``TMPDIR``
         names another folder. If there is no such path, the current folder is used.
-    unpack_limit_bytes : as in `sbom_document`.
+    unpack_limit_bytes : the largest size of an archive once it is unpacked, or None for the default limit.
     """
+    # An image in an engine is not saved first. Its files are read while the engine exports them.
     is_exported = isinstance(source, entries.EngineImage)
     collector = InventoryCollector()
     # `scratch` only uses the parent folder of this path.
