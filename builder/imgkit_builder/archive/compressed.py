@@ -298,7 +298,10 @@ def _inflate_in_threads(chunks: Iterator[bytes]) -> Iterator[_InflatedPiece]:
 def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
     """Cut a gzip stream where members seem to begin, and yield lists of pieces, about one list per chunk.
 
-    If no member begins within 1 MiB, the stream is cut anyway, to limit the memory.
+    A gzip file may consist of several members, which are complete gzip streams. Threads can unpack them at
+    the same time. The bytes of `_MEMBER_START` may also occur inside a member by chance, so the caller must
+    be able to join two pieces. If no member begins within 1 MiB, the stream is cut anyway, to limit the
+    memory.
     """
     pending = b""
     for chunk in chunks:
@@ -307,7 +310,7 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
         start = 0
         # `pending` itself usually begins with a member, so the search starts at byte 1.
         next_start = pending.find(_MEMBER_START, 1)
-        while next_start > 0:
+        while next_start > 0:  # `find` returns -1 if there is none
             pieces.append(pending[start:next_start])
             start = next_start
             next_start = pending.find(_MEMBER_START, start + 1)

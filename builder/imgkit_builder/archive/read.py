@@ -154,10 +154,11 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
     """
     result: Members[File] = Members()
     for index, member in enumerate(stream):
-        if index >= MAX_MEMBERS:
+        if index >= MAX_MEMBERS:  # a hostile archive may have endless members to fill the memory
             raise _no_image(f"it has more than {MAX_MEMBERS} members", where)
         name = posixpath.normpath(member.name)
         if member.kind == REGULAR:
+            # Call `store` now: the content can be read only before the next member.
             result.files[name] = store(member)
         # Docker before 25 stores a layer that occurs twice as a link to the first one.
         elif member.kind == HARD_LINK:
@@ -559,12 +560,14 @@ class _MemberHasher:
         return members
 
     def _hash_member(self, member: Member) -> HashedFile:
-        """Return the digests of the file `member`, and its content if it may be JSON."""
+        """Return the digests of the file `member`, and its content if it may be JSON or is small."""
         chunks = self._stream.body()
         # The compression is known after 4 bytes, but the first chunk may be shorter.
         start = b""
         while len(start) < min(_MAGIC_BYTES, member.size_bytes):
             start += next(chunks)
+        # Layers are too large to be kept. But which of the files are JSON documents is known only after the
+        # index has been read, so everything that may be one is kept.
         may_be_json = member.size_bytes <= MAX_JSON_BYTES and _begins_as_json(start)
         if may_be_json:
             self._json_bytes += member.size_bytes
@@ -592,12 +595,15 @@ def _begins_as_json(start: bytes) -> bool:
 def _hash_file(
     pieces: Iterable[memoryview], compress: Compress, allowance: Allowance, *, name: str, is_kept: bool
 ) -> HashedFile:
-    """Return the digest of a file as it is stored, and the digest of its unpacked bytes.
+    """Return the digest of a file as it is stored, and the digest of its unpacked bytes (`diff_id`).
+
+    The second digest shows which layer of the image the file is, because the configuration lists the layers
+    by it.
 
     Parameters
     ----------
     pieces : the bytes of the file, in chunks.
-    compress : how the file is compressed. A zstd file is not unpacked, so it has no second digest.
+    compress : how the file is compressed. A zstd file is not unpacked, so its `diff_id` is ``""``.
     allowance : limits the number of unpacked bytes.
     name : name of the file, for messages.
     is_kept : whether the result includes the bytes, because the file may be JSON.
@@ -612,7 +618,7 @@ def _hash_file(
             data += piece
         if compress == "gzip":
             for plain in gunzip.feed(piece):
-                allowance.add_unpacked(len(plain))
+                allowance.add_unpacked(len(plain))  # raises an error if the archive unpacks to too much
                 unpacked.update(plain)
     sha256 = stored.hexdigest()
     diff_id = ""

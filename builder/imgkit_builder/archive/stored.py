@@ -344,8 +344,9 @@ class Spool:
                 contextlib.closing(layer.plain(allowance)) as chunks,
             ):
                 path = Path(file.name)
-                self._paths.append(path)
+                self._paths.append(path)  # to be removed at the end, even if this call fails
                 for chunk in chunks:
+                    # Another thread has called `stop` after an error. Nobody reads the result of this call.
                     if self._is_stopped:
                         break
                     # `allowance` counts the bytes of all layers in all threads, `size_bytes` only this

@@ -278,9 +278,12 @@ class TarStream:
         if "GNU.sparse.major" in pax:
             content_bytes = _parse_decimal(pax.get("GNU.sparse.realsize"))
             blocks, numbers = self._read_map_in_body(member.size_bytes)
-            # In the archive, the body begins with the map. The map is not a part of the file.
+            # In the archive, the body begins with the map. The map is not a part of the file. In the other
+            # formats, all of the body belongs to the file.
             body_bytes = member.size_bytes - len(blocks) * BLOCK_BYTES
             return _SparseMap(content_bytes, numbers, blocks, body_bytes)
+        # Format 0.1 has this key, too, so it must be recognized before. Format 0.0 repeats a key for each
+        # part, but `pax` keeps only the last value of a key.
         if "GNU.sparse.numblocks" in pax:
             raise ValueError("a sparse file of the outdated format 0.0")
         return None
@@ -300,9 +303,10 @@ class TarStream:
         )
 
     def _read_old_map(self, header: bytes) -> tuple[list[bytes], list[int]]:
-        """Read the map of a sparse file in the old GNU format.
+        """Read the map of a sparse file (a file with holes) in the old GNU format.
 
-        The map begins with 4 parts in the `header`. It continues in blocks of 21 parts after the header.
+        The map lists the parts of the file that are stored. It begins with 4 parts in the `header`, and
+        continues in blocks of 21 parts after the header.
 
         Returns
         -------
@@ -310,8 +314,9 @@ class TarStream:
         """
         blocks: list[bytes] = []
         table = header[_OLD_MAP]
-        has_more = header[_OLD_MAP_GOES_ON]
+        has_more = header[_OLD_MAP_GOES_ON]  # a byte that is 0 after the last block
         while has_more:
+            # `_read_map_block` also limits the number of blocks, which a hostile archive could make endless.
             block = self._read_map_block(blocks)
             blocks.append(block)
             table += block[_OLD_MAP_IN_BLOCK]
@@ -681,10 +686,11 @@ def _verify_checksum(header: bytes) -> None:
     could show a different tree to each program.
     """
     checksum = header[_CHECKSUM]
+    # In the sum, spaces stand for the checksum's own field.
     expected = sum(header) - sum(checksum) + CHECKSUM_AS_SPACES
     if _parse_number(checksum) != expected:
         raise ValueError("a header's checksum is wrong")
-    if header[MAGIC] != b"ustar ":
+    if header[MAGIC] != b"ustar ":  # not GNU: the prefix is a path as it should be
         return
     # GNU stores times and sizes as octal digits, or in binary, which is not ASCII.
     numbers = header[_PREFIX]
@@ -708,7 +714,7 @@ def _validate_map(numbers: Sequence[int], body_bytes: int, content_bytes: int) -
     ------
     ValueError : parts overlap, a part ends after the end of the file, or the total size is wrong.
     """
-    if len(numbers) % 2:
+    if len(numbers) % 2:  # an offset without a length
         raise ValueError("the map of a sparse file cannot be read")
     lengths = numbers[1::2]
     parts = tuple(zip(numbers[::2], lengths, strict=True))

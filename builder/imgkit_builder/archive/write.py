@@ -115,12 +115,16 @@ def save_archive(
 def check_target(target: Path, *, compress: Compress, expected_bytes: int | None) -> None:
     """Raise an error if a save to `target` would fail later, after minutes of work.
 
-    Possible reasons are a missing folder, too little space, a name that sha256sum cannot list, and a missing
-    program ``zstd``.
+    Parameters
+    ----------
+    expected_bytes : the size of the uncompressed archive, or None if it is unknown. Then the free space is
+        not checked.
 
     Raises
     ------
-    UsageError, ToolMissing : as in `save_archive`.
+    UsageError : the folder is missing or not writable, has too little space, or the name of `target` is that
+        of a folder or one that sha256sum cannot list.
+    ToolMissing : the archive is to be compressed by the program ``zstd``, which is not on PATH.
     """
     if "\n" in target.name or "\\" in target.name:
         raise UsageError("sha256sum cannot list a name with a newline or backslash", where=str(target))
@@ -198,7 +202,8 @@ def _report_progress(
 def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
     """Write `chunks` to `stream`, and yield them. Meanwhile, a thread flushes the written bytes to disk.
 
-    So the fsync after the last chunk does not take long.
+    So the caller's fsync after the last chunk does not take long. A chunk is written only when the caller
+    asks for it, so the caller must read to the end.
 
     Raises
     ------
@@ -220,7 +225,7 @@ def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
                 unflushed_bytes = 0
             yield chunk
     if flush:
-        flush.result()
+        flush.result()  # also the last flush may have failed
 
 
 def _compress_chunks(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:
