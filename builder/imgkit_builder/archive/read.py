@@ -155,7 +155,7 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
     result: Members[File] = Members()
     for index, member in enumerate(stream):
         if index >= MAX_MEMBERS:  # a hostile archive may have endless members to fill the memory
-            raise _no_image(f"it has more than {MAX_MEMBERS} members", where)
+            raise _no_image_error(f"it has more than {MAX_MEMBERS} members", where)
         name = posixpath.normpath(member.name)
         if member.kind == REGULAR:
             # Call `store` now: the content can be read only before the next member.
@@ -228,15 +228,15 @@ class _Selector(Generic[File]):
     def select_by_index(self) -> SelectedImage[File]:
         """Return the only image of ``index.json``. This index may refer to another index with the image."""
         if self._find("index.json") is None:
-            raise _no_image("it has neither manifest.json nor index.json", self._where)
+            raise _no_image_error("it has neither manifest.json nor index.json", self._where)
         name = "index.json"
         tags: tuple[str, ...] = ()
         document = self._read_json(name)
         for _ in range(MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
             # Each index may contain a tag. The tag in the innermost index has priority.
-            tags = _to_texts([_tag(entry)]) or tags
-            name = self._blob_name(entry, "index.json")
+            tags = _to_texts([_get_tag(entry)]) or tags
+            name = self._get_blob_name(entry, "index.json")
             document = self._read_json(name, "index.json")
             with self._explain_errors(name):
                 is_index = "manifests" in document
@@ -247,8 +247,8 @@ class _Selector(Generic[File]):
     def _make_image_of_manifest(self, name: str, manifest: Any, tags: tuple[str, ...]) -> SelectedImage[File]:
         """Return the image of an OCI manifest. `manifest` is the parsed JSON of the file `name`."""
         with self._explain_errors(name):
-            config = self._blob_name(manifest["config"], name)
-            layers = [self._blob_name(layer, name) for layer in manifest["layers"]]
+            config = self._get_blob_name(manifest["config"], name)
+            layers = [self._get_blob_name(layer, name) for layer in manifest["layers"]]
         return self._make_image(config, layers, tags, named_by=name)
 
     def _select_entry(self, name: str, index: Any) -> Any:
@@ -262,7 +262,7 @@ class _Selector(Generic[File]):
         """
         with self._explain_errors(name):
             entries = [entry for entry in index["manifests"] if not _is_attestation(entry)]
-            labels = [str(_tag(entry) or _architecture(entry) or "?") for entry in entries]
+            labels = [str(_get_tag(entry) or _get_architecture(entry) or "?") for entry in entries]
         if len(entries) != 1:
             hint = "copy one out, for example: skopeo copy oci:DIR:NAME oci:OTHER"
             raise self._not_one_error(len(entries), labels, hint)
@@ -323,7 +323,7 @@ class _Selector(Generic[File]):
         except ValueError as error:
             raise self._error(f"{name} is not JSON: {error}") from error
 
-    def _blob_name(self, entry: Any, named_by: str) -> str:
+    def _get_blob_name(self, entry: Any, named_by: str) -> str:
         """Return the file name for the digest in an entry of the JSON file `named_by`.
 
         ``{"digest": "sha256:1a2b..."}`` -> ``blobs/sha256/1a2b...``.
@@ -374,11 +374,11 @@ def _describe_image(image: Any) -> _ManifestImage:
     return _ManifestImage(str(image["Config"]), layers, tags)
 
 
-def _annotations(entry: Any) -> Any:
+def _get_annotations(entry: Any) -> Any:
     return entry.get("annotations") or {}
 
 
-def _architecture(entry: Any) -> Any:
+def _get_architecture(entry: Any) -> Any:
     """Return the architecture in an entry of an OCI index, or None."""
     return (entry.get("platform") or {}).get("architecture")
 
@@ -388,14 +388,14 @@ def _is_attestation(entry: Any) -> bool:
 
     BuildKit adds such entries, which describe how the image was built.
     """
-    kind = _annotations(entry).get("vnd.docker.reference.type")
-    return bool(kind == "attestation-manifest" or _architecture(entry) == "unknown")
+    kind = _get_annotations(entry).get("vnd.docker.reference.type")
+    return bool(kind == "attestation-manifest" or _get_architecture(entry) == "unknown")
 
 
-def _tag(entry: Any) -> Any:
+def _get_tag(entry: Any) -> Any:
     """Return the name or tag in an entry of an OCI index, or None."""
     # containerd writes the full name of the image, skopeo only the tag.
-    values = _annotations(entry)
+    values = _get_annotations(entry)
     return values.get("io.containerd.image.name") or values.get("org.opencontainers.image.ref.name")
 
 
@@ -404,7 +404,7 @@ def _to_texts(values: Any) -> tuple[str, ...]:
     return tuple(str(value) for value in values or () if value)
 
 
-def _no_image(problem: str, where: str) -> UsageError:
+def _no_image_error(problem: str, where: str) -> UsageError:
     return UsageError(
         f"not an image archive: {problem} (`docker export` writes such files, without an image)",
         where=where,

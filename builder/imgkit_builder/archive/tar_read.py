@@ -223,7 +223,7 @@ class TarStream:
         sparse_map = self._read_sparse_map(member)
         if sparse_map is None:
             return member
-        return self._with_sparse_map(member, sparse_map)
+        return self._apply_sparse_map(member, sparse_map)
 
     def _read_header(self) -> bytes | None:
         """Read a header block and check its checksum. Return None for the zeros at the end of the archive."""
@@ -254,9 +254,9 @@ class TarStream:
         if kind == _PAX:
             return extended._replace(pax=_parse_pax(content))
         if kind == _GNU_NAME:
-            return extended._replace(gnu_name=_text_field(content))
+            return extended._replace(gnu_name=_cut_at_zero_byte(content))
         if kind == _GNU_LINK:
-            return extended._replace(gnu_link=_text_field(content))
+            return extended._replace(gnu_link=_cut_at_zero_byte(content))
         # This is a global pax header. None of its records are needed.
         return extended
 
@@ -288,7 +288,7 @@ class TarStream:
             raise ValueError("a sparse file of the outdated format 0.0")
         return None
 
-    def _with_sparse_map(self, member: Member, sparse_map: _SparseMap) -> Member:
+    def _apply_sparse_map(self, member: Member, sparse_map: _SparseMap) -> Member:
         """Return a copy of the sparse file `member` with its parts, and with its size including holes."""
         if member.kind != REGULAR:
             raise ValueError("a map of a sparse file before something that is not a file")
@@ -477,7 +477,7 @@ class FileChunks:
         try:
             self._file = files.open_regular(path, buffering=0)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._unreadable_error(error) from error
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -490,7 +490,7 @@ class FileChunks:
         try:
             chunk = os.pread(self._file.fileno(), count, self._position)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._unreadable_error(error) from error
         if not chunk:
             raise StopIteration
         self._position += len(chunk)
@@ -504,7 +504,7 @@ class FileChunks:
         """Close the file."""
         self._file.close()
 
-    def _unreadable(self, error: OSError) -> CheckFailed:
+    def _unreadable_error(self, error: OSError) -> CheckFailed:
         return CheckFailed(f"cannot be read: {error.strerror}", where=str(self._path))
 
 
@@ -581,8 +581,8 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
     else:
         size = _parse_count(header[_SIZE])
     # "GNU.sparse.name" has priority, because GNU tar writes an invented name into "path" for a sparse file.
-    name = pax.get("GNU.sparse.name") or pax.get("path") or extended.gnu_name or _ustar_name(header)
-    link = pax.get("linkpath") or extended.gnu_link or _text_field(header[_LINK])
+    name = pax.get("GNU.sparse.name") or pax.get("path") or extended.gnu_name or _join_ustar_name(header)
+    link = pax.get("linkpath") or extended.gnu_link or _cut_at_zero_byte(header[_LINK])
     mtime_s = _parse_time(pax["mtime"]) if "mtime" in pax else _parse_number(header[_MTIME])
     device = (0, 0)
     if kind in (CHARACTER, BLOCK):
@@ -735,16 +735,16 @@ def _decode_path(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
 
-def _ustar_name(header: bytes) -> bytes:
+def _join_ustar_name(header: bytes) -> bytes:
     """Return the path in a header. POSIX splits a long path into a prefix and a name."""
-    name = _text_field(header[_NAME])
-    prefix = _text_field(header[_PREFIX])
+    name = _cut_at_zero_byte(header[_NAME])
+    prefix = _cut_at_zero_byte(header[_PREFIX])
     # In GNU's format, the prefix field contains times.
     if not prefix or header[MAGIC] != b"ustar\0":
         return name
     return prefix + b"/" + name
 
 
-def _text_field(raw: bytes) -> bytes:
+def _cut_at_zero_byte(raw: bytes) -> bytes:
     """Return the text in a field, which ends at the first zero byte."""
     return raw.split(b"\0", 1)[0]

@@ -53,9 +53,9 @@ def header(
     if xattrs and CAPABILITY in xattrs:
         extended = pax_header({f"{XATTR}{CAPABILITY}": xattrs[CAPABILITY]})
     if len(name) > _NAME_BYTES:
-        extended += _long_text_header(_GNU_NAME, name)
+        extended += _make_long_text_header(_GNU_NAME, name)
     if len(target) > _NAME_BYTES:
-        extended += _long_text_header(_GNU_LINK, target)
+        extended += _make_long_text_header(_GNU_LINK, target)
     # `_block` writes these fields one after the other, so their order and widths are those of the format. The
     # numbers are octal.
     fields = b"%07o\0" % (mode & 0o7777)
@@ -70,7 +70,7 @@ def header(
     return extended + _block(name, fields, kind, target, b"ustar  \0", device_fields)
 
 
-def _long_text_header(kind: bytes, text: bytes) -> bytes:
+def _make_long_text_header(kind: bytes, text: bytes) -> bytes:
     """Return an extended header in GNU's format whose content is `text`, a long name or link target."""
     content = text + b"\0"
     header_block = header("././@LongLink", kind, size_bytes=len(content))

@@ -248,8 +248,8 @@ def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     workers = min(process.count_processors(), _MAX_WORKERS)
     with ThreadPoolExecutor(workers) as pool:
         jobs: deque[Future[bytes]] = deque()
-        for block in _equal_blocks(chunks):
-            jobs.append(pool.submit(_gzip_member, block))
+        for block in _cut_into_blocks(chunks):
+            jobs.append(pool.submit(_compress_block, block))
             # Keep one block more than there are threads, so that no thread waits for new data.
             if len(jobs) > workers:
                 yield jobs.popleft().result()
@@ -257,13 +257,13 @@ def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
             yield job.result()
 
 
-def _gzip_member(block: bytes) -> bytes:
+def _compress_block(block: bytes) -> bytes:
     """Compress `block` to one gzip member."""
     packer = zlib.compressobj(level=1, wbits=31)  # 31: with the header and trailer of gzip
     return packer.compress(block) + packer.flush()
 
 
-def _equal_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _cut_into_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the bytes of `chunks` in blocks of 256 KiB. The last block may be shorter.
 
     The engine divides its stream into chunks of random sizes. Blocks of a fixed size make sure that equal
