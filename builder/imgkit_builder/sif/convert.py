@@ -75,9 +75,10 @@ class ConversionPlan:
         `record` says how the existing file was made. The file may differ from a part of the plan that the
         user did not choose. For example, a gzip file is accepted if the plan uses zstd only by default.
         """
+        # `squasher` is None if a runtime builds the file. The existing file must be from the same runtime.
         if self.squasher is None and record.runtime != str(self.tool):
             return False
-        # The user wants imgkit to write the file, but a runtime has built it.
+        # The user wants imgkit to write the file, but a runtime has built it from the image's layers.
         if options.writer == "imgkit" and record.route == "layers":
             return False
         if record.compression == str(self.compression):
@@ -143,7 +144,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 facts = None
                 layer_bytes = 0
                 if plan.squasher:
-                    facts = _squash(image, target, job, plan)
+                    facts = _squash_image(image, target, job, plan)
                 else:
                     layer_bytes = runtime_build.write_oci_folder(image, job).layer_bytes
             if plan.squasher:
@@ -208,7 +209,7 @@ def _publish(part: Path, target: Path, checksum: str) -> None:
     files.write_file(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
-def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
+def _squash_image(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
     """Write the squashfs of `image` into the part file, which is renamed to `target` at the end.
 
     In a .sif, free space for the header is left before the squashfs. A .sqsh has no header.
@@ -221,7 +222,7 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
     assert plan.squasher is not None  # noqa: S101 - for the type checker: this method has one
     config = image.config
     collector = BakedFactsCollector()
-    spool_bytes = _spool_bytes(image, target, job.work.folder.parent, plan)
+    spool_bytes = _compute_spool_limit(image, target, job.work.folder.parent, plan)
     with file_entries(image, job, spool_bytes=spool_bytes) as stream:
         squash.write(
             collector.observe(stream),
@@ -514,7 +515,7 @@ def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan)
     check_space(image_bytes, temporary_bytes, target, base)
 
 
-def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
+def _compute_spool_limit(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
     """Return how many bytes of unpacked layers may be written to the temporary folder `base`.
 
     If the layers would probably not fit, the result is 0. Then no unpacked layer is written to disk.

@@ -326,12 +326,13 @@ def read(path: Path) -> SifImage:
 def parse(path: Path, stream: BinaryIO) -> SifImage:
     """Return the header, the table of data objects and imgkit's record of an open .sif.
 
-    The function reads no other content, but checks that all objects are inside the file. `path` is only used
-    in messages.
+    The record is a data object in which imgkit notes from which image and how it made the file. It is None in
+    a file of another program. The function reads no other content, but checks that all objects are inside the
+    file. `path` is only used in messages.
 
     Raises
     ------
-    CheckFailed : as in `read`.
+    CheckFailed : the file is not a .sif, is cut short, or has an impossible table.
     """
     file_bytes = os.fstat(stream.fileno()).st_size
     header = _read_header(path, stream)
@@ -341,8 +342,10 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
     raw_table = stream.read(table_bytes)
     if len(raw_table) < table_bytes:
         raise CheckFailed(f"cut short within its descriptor table, at {file_bytes} bytes", where=str(path))
+    # One descriptor for each data object. It has the position and size of the object in the file.
     table = tuple(map(Descriptor._make, DESCRIPTOR.iter_unpack(raw_table)))
     sif = SifImage(path=path, header=header, table=table, size_bytes=file_bytes, record=None)
+    # Check all descriptors before the record is read by one of them.
     for descriptor in sif.descriptors:
         if descriptor.offset < 0 or descriptor.size_bytes < 0 or descriptor.end > file_bytes:
             raise CheckFailed(

@@ -106,8 +106,8 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
     """Yield the mksquashfs from a line like ``mksquashfs path = /opt/bin`` in a runtime's configuration file.
 
     `prefix` is the folder in which the runtime is installed. The configuration file is below it, or in /etc
-    if `prefix` is ``/usr``. The value may be the path of the program or of its folder. If the program does
-    not exist, the function yields None.
+    if `prefix` is ``/usr``. The value may be the path of the program or of its folder. For a setting whose
+    program does not exist, the function yields None.
     """
     folders = [prefix / "etc", *prefix.glob("*/etc")]
     if prefix == Path("/usr"):
@@ -116,7 +116,7 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
         try:
             with files.open_regular(folder / runtime_name / f"{runtime_name}.conf") as stream:
                 text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
-        except OSError:
+        except OSError:  # most of these files do not exist
             continue
         values = _CONFIGURED_PATH.findall(text)
         if values:
@@ -136,11 +136,13 @@ def read_version(program: Path) -> str:
 
 def has_option(program: Path, option: str) -> bool:
     """Return whether the program's help has a line that begins with the regular expression `option`."""
-    return re.search(rf"^\s*{option}", _help(program, program.stat().st_mtime_ns), re.MULTILINE) is not None
+    return (
+        re.search(rf"^\s*{option}", _read_help(program, program.stat().st_mtime_ns), re.MULTILINE) is not None
+    )
 
 
 @functools.cache
-def _help(program: Path, _changed_ns: int) -> str:
+def _read_help(program: Path, _changed_ns: int) -> str:
     # `_changed_ns` is part of the cache key: an updated program is asked again. The exit code is ignored,
     # since -help exits with 0 or 1, depending on the version. From 4.7 on, only -help-all lists all options.
     return "".join(run([program, option], check=False).output for option in ("-help", "-help-all"))
@@ -175,7 +177,7 @@ def gather_limits(root: Path = Path("/")) -> Limits:
     """
     processors = process.count_processors()
     memory_limits = []
-    for folder in _group_folders(root):
+    for folder in _list_group_folders(root):
         quota = _read_cpu_quota(folder)
         if quota is not None:
             processors = min(processors, max(1, int(quota)))
@@ -185,7 +187,7 @@ def gather_limits(root: Path = Path("/")) -> Limits:
     return Limits(processors=processors, memory_bytes=min(memory_limits, default=None))
 
 
-def _group_folders(root: Path) -> Iterator[Path]:
+def _list_group_folders(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and of all their parent groups.
 
     The folders contain files with the limits. Every level may set a limit, so the folder
@@ -196,8 +198,9 @@ def _group_folders(root: Path) -> Iterator[Path]:
         match = _GROUP.fullmatch(line)
         if match is None:
             continue
+        # In v1, each controller has its own hierarchy, and only two of them limit what is needed here. In v2,
+        # there is one hierarchy, and its line in /proc/self/cgroup names no controller.
         controllers = match["controllers"]
-        # In v1, each controller has its own hierarchy, and only two of them limit what is needed here.
         is_v2 = not controllers
         has_limits = not {"cpu", "memory"}.isdisjoint(controllers.split(","))
         if not is_v2 and not has_limits:

@@ -243,6 +243,9 @@ def _stream_output(
 ) -> int:
     """Run `argv` through spython, and return the exit code.
 
+    Between them is ``supervisor.py``, which puts the runtime into its own process group, so that all its
+    processes can be ended together.
+
     Parameters
     ----------
     path : the runtime that `argv` starts. Its folder is added to PATH, because the runtime's other programs
@@ -257,12 +260,14 @@ def _stream_output(
     # Without `dir=`, `tempfile` would use the folder of this process's environment, which it caches.
     tmpdir = env.get("TMPDIR") or os.environ.get("TMPDIR")
     if tmpdir and not Path(tmpdir).is_dir():
-        tmpdir = None
+        tmpdir = None  # then `tempfile` chooses
     with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=tmpdir) as scratch:
-        pid_file = Path(scratch) / "pid"
+        pid_file = Path(scratch) / "pid"  # the supervisor writes it, and `_kill_group` reads it
         # The runtime finds other programs on PATH, for example mksquashfs.
         search_path = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        supervised_argv = _supervisor_argv(argv, pid_file, folder=folder, env={"PATH": search_path, **env})
+        supervised_argv = _make_supervisor_argv(
+            argv, pid_file, folder=folder, env={"PATH": search_path, **env}
+        )
         try:
             # The pattern matches nothing. spython's default pattern drops every line that contains "Progess".
             for line in stream_command(supervised_argv, output_type="both", no_newline_regexp=r"(?!)"):
@@ -275,7 +280,7 @@ def _stream_output(
     return 0
 
 
-def _supervisor_argv(
+def _make_supervisor_argv(
     argv: Sequence[str], pid_file: Path, *, folder: Path, env: Mapping[str, str]
 ) -> list[str]:
     """Return the command that runs `argv` under ``supervisor.py``, in `folder` and with `env` added."""

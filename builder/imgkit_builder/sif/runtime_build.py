@@ -118,7 +118,8 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
     ------
     CheckFailed : the image has such a link or device, or a layer is not a tar.
     """
-    # The check needs the merged tree of all layers, since a later layer may replace or delete a link.
+    # The check needs the merged tree of all layers, since a later layer may replace or delete a link. The
+    # layers must be added lowest first.
     tree = LayerTree(where)
     for layer in layers:
         tree.add_layer(tar_read.read_headers(layer))
@@ -126,7 +127,7 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
     for file in tree.special_files(META):
         raise _special_file_error(file, "the runtime puts its own files there", where)
     for path in (*_WRITTEN_FOLDERS, *_WRITTEN_FILES):
-        link = tree.find_escape(path)
+        link = tree.find_escape(path)  # the first link through which the path leaves the image
         if link is not None:
             reason = f"the runtime would write to /{path} through it: into this machine"
             raise _special_file_error(link, reason, where)

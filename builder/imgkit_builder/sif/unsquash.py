@@ -83,10 +83,11 @@ class Squashfs:
         """
         # unsquashfs reads a file with one pattern per line, so a name with a line break cannot be selected.
         names = [name for name in names if "\n" not in name]
+        # Escape wildcards: unsquashfs would take a name like "a[1].json" for a pattern.
         patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
         contents = {}
         with tempfile.TemporaryDirectory(prefix="imgkit-") as scratch:
-            # `_read_unpacked` compares real paths, and the folder for temporary files may be a link.
+            # `_read_small_file` compares real paths, and the folder for temporary files may be a link.
             folder = Path(os.path.realpath(scratch))
             pattern_file = folder / "names"
             with files.create_file(pattern_file) as stream:
@@ -94,7 +95,7 @@ class Squashfs:
             unpacked = folder / "files"
             self.unpack(unpacked, "-ef", str(pattern_file))
             for name in names:
-                data = _read_unpacked(unpacked, name)
+                data = _read_small_file(unpacked, name)
                 if data is not None:
                     contents[name] = data
         return contents
@@ -119,13 +120,13 @@ class Squashfs:
             )
 
     def _argv(self, *arguments: str) -> list[str]:
-        argv = [_program(), "-no-progress"]
+        argv = [_find_unsquashfs(), "-no-progress"]
         if self.offset:
             argv += ["-offset", str(self.offset)]
         return [*argv, *arguments]
 
 
-def _read_unpacked(root: Path, name: str) -> bytes | None:
+def _read_small_file(root: Path, name: str) -> bytes | None:
     """Return the content of the regular file `name` below `root`, or None if it is missing or too large."""
     path = root / name
     # A link in the image could lead to any file of this machine, such as a private key. So a path with a link
@@ -140,7 +141,7 @@ def _read_unpacked(root: Path, name: str) -> bytes | None:
     return data
 
 
-def _program() -> str:
+def _find_unsquashfs() -> str:
     """Return the path of unsquashfs 4.4 or later.
 
     Earlier versions cannot read a squashfs that begins in the middle of a file, as in a .sif.
