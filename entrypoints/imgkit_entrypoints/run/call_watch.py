@@ -123,13 +123,13 @@ class CallWatch:
     def _compare_ranks(self) -> None:
         """On rank 0, compare the ranks. On every rank, end the process if rank 0 has found them stuck."""
         if self._ranks.rank == 0:
-            states = self._published_states()
+            states = self._read_published_states()
             if states and are_stuck(states):
                 self._store.set(_VERDICT, ranks_by_value([str(state) for state in states]))
         if self._store.check([_VERDICT]):
             self._end_process(self._store.get(_VERDICT).decode())
 
-    def _published_states(self) -> list[RankState]:
+    def _read_published_states(self) -> list[RankState]:
         """Return the states of all ranks, or ``[]`` if a rank has moved within the last `LIMIT_S`."""
         keys = [str(rank) for rank in range(self._ranks.world_size)]
         if not self._store.check(keys):  # reading a missing key would block the store
@@ -180,6 +180,7 @@ def _find_call(library_frames: Sequence[FrameType]) -> str:
     library_frames : the innermost frames of the thread, up to the first frame of the program, innermost
         first.
     """
+    # A thread that waits for other ranks is in one of `_WAITING_FILES` with its innermost frame.
     if not library_frames or library_frames[0].f_code.co_filename not in _WAITING_FILES:
         return ""
     codes = [frame.f_code for frame in library_frames]
@@ -206,6 +207,7 @@ def are_stuck(states: Sequence[RankState]) -> bool:
     busy = [state for state in states if not state.call]
     if not waiting:
         return False
+    # A position grows with each step of a rank.
     first_waiting_position = min(state.position for state in waiting)
     for state in busy:
         if state.position <= first_waiting_position:  # it may still come to the call

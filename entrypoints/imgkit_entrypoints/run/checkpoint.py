@@ -142,6 +142,9 @@ class CheckpointWriter:
     def save(self, step: int, index: bytes, tensors: Mapping[str, Tensor], rank_value: bytes) -> None:
         """Copy the state to host memory, and write it in the background. This is a collective call.
 
+        Rank 0 writes everything, except that each rank writes its own parts of DTensors (sharded tensors).
+        An error of the writing thread is reported by the next `save` or by `close`.
+
         Parameters
         ----------
         index : the pickled position in the data and states of all objects, without their tensors. Rank 0
@@ -154,6 +157,7 @@ class CheckpointWriter:
         # The memory for the copies is reused, so the thread of the previous save must have written them.
         self._finish_writing()
         shards = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
+        # All ranks have the same keys, so they all make the collective call or none.
         writers = self._rank_0
         if shards:
             writers = self._connect_all_ranks()
@@ -164,6 +168,7 @@ class CheckpointWriter:
             self._start_writing(step, tensors, values, writers)
         elif shards:
             self._start_writing(step, shards, {}, writers)
+        # Only the copy and the wait for the previous save have delayed the training.
         stall_s = time.perf_counter() - start_s
         self.stalled_s += stall_s
         self.longest_stall_s = max(self.longest_stall_s, stall_s)
@@ -193,15 +198,22 @@ class CheckpointWriter:
     def _write(self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
         """Write a checkpoint together with the threads of the other `writers`. This runs in a thread.
 
-        An error is stored, and `_finish_writing` reports it in the main thread.
+        An error is stored, and `_finish_writing` reports it in the main thread. The folder has a temporary
+        name until it is complete, so that a killed run leaves no checkpoint that looks valid.
+
+        Parameters
+        ----------
+        state : what to write: tensors and bytes by key.
+        copies : the tensors to write instead of those in `state`, which training changes in the meantime.
         """
         folder: Path | None = None
         try:
-            self._copies.wait()
+            self._copies.wait()  # the copies from the GPU may still be under way
             folder = self._make_folder(step, writers)
-            if folder is None:
+            if folder is None:  # rank 0 could not create it, and reports the error
                 return
             _save_state(folder, state, copies, writers)
+            # This also waits until all writers have written their files. Only then is the folder renamed.
             entries = _describe_files(folder, writers)
             if self._ranks.rank == 0:
                 self._commit(folder, step, entries)
@@ -296,6 +308,7 @@ def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
     ------
     OSError : a rank could not read its files.
     """
+    # torch names the files of rank 3 like "__3_0.distcp".
     paths = list(folder.glob(f"__{writers.rank}_*"))
     if writers.rank == 0:
         paths.append(folder / ".metadata")
@@ -557,8 +570,9 @@ def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
     is_sharded = any(name.startswith("__1_") for name in names)  # rank 1 has written files too
     if is_sharded:
         names = names[ranks.rank :: ranks.world_size]
-    elif ranks.rank != 0:
+    elif ranks.rank != 0:  # the folder may be on a disk of rank 0's node
         names = ()
+    # Every rank must take part in `gather`, so `find_damage` returns its problem and does not raise it.
     own_problem = disk.find_damage(candidate.folder, candidate.files, names)
     for problem in ranks.gather(own_problem, call="run.restore"):
         if problem:
@@ -581,6 +595,7 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         probe.mkdir(parents=True)
     ranks.gather(None, call="run.restore")
+    # A network file system may show a new folder on other nodes only after some seconds.
     is_seen = disk.wait_until(probe.exists, PATIENCE_S)
     rows = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
     if ranks.rank == 0:

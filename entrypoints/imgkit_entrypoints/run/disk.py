@@ -103,7 +103,7 @@ def commit(
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
         _rename_for_removal(target, suffix)
     files.publish_file(temporary, target)
-    for path in _old_checkpoints(folder, target, keep):
+    for path in _list_old_checkpoints(folder, target, keep):
         try:
             _rename_for_removal(path, suffix)
         except OSError as error:
@@ -121,12 +121,12 @@ def _rename_for_removal(checkpoint: Path, suffix: str) -> None:
     checkpoint.rename(checkpoint.with_name(f"{LEAVING}{checkpoint.name}{suffix}"))
 
 
-def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
+def _list_old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
     """Return the checkpoints of this user to remove: all except `newest` and the `keep - 1` before it."""
     old_checkpoints = []
     remaining = 0
     for path in newest_first(folder):
-        if files.foreign_owner(path, folder.parent):
+        if files.foreign_owner(path, folder.parent):  # another user's checkpoint is not removed or counted
             continue
         is_later = path.name > newest.name  # written before the run was resumed from an earlier step
         if is_later or remaining == keep:
@@ -244,9 +244,12 @@ def _parse_manifest(folder: Path, manifest: Any) -> StoredCheckpoint:
 
 
 def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Raise InvalidCheckpoint if names or sizes of the files differ from the manifest's `entries`."""
+    """Raise InvalidCheckpoint if names or sizes of the files differ from the manifest's `entries`.
+
+    This is fast, because the contents are not read. `find_damage` reads them.
+    """
     sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    sizes.pop(MANIFEST, None)
+    sizes.pop(MANIFEST, None)  # the manifest does not list itself
     for name in sorted(sizes.keys() | entries.keys()):
         path = checkpoint / name
         if name not in entries:
@@ -352,6 +355,7 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
     UsageError : another run, possibly in this process, holds the lock, or the folder is not writable.
     """
     path = folder / LOCK
+    # A process always gets its own POSIX locks again, so they do not keep two runs of a process apart.
     if _is_locked_by_process(path):
         raise UsageError(
             "another run of this process writes into this folder",
@@ -359,10 +363,12 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
             hint=f"end it first (with Run.start(...)), or {_OTHER_FOLDER}",
         )
     stream = _open_lock(path)
-    job_suffix = _job_suffix(env)
+    # Attempts of the same job have the same suffix. It is empty outside of a job.
+    job_suffix = _make_job_suffix(env)
     if wait_until(lambda: _try_lock(stream, path, say), PATIENCE_S):
         holder = f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n"
         stream.truncate()  # remove the line of the previous run
+        # Another run that does not get the lock reads this line for its message.
         stream.write(holder.encode())
         stream.flush()
         return stream
@@ -414,7 +420,7 @@ def _is_locked_by_process(path: Path) -> bool:
     return False
 
 
-def _job_suffix(env: Mapping[str, str]) -> str:
+def _make_job_suffix(env: Mapping[str, str]) -> str:
     """Return the end of the line in the lock file, by which the attempts of a job recognize each other.
 
     An example is `` of 1234``, where 1234 is the id of the job. Without a job, it is the token of the start.

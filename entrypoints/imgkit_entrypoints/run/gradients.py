@@ -85,7 +85,7 @@ class PendingGradients:
         """Return whether a backward pass has changed gradients since the last step of `optimizer`."""
         if _optimizer_key(optimizer) in self._stepped:
             return False
-        for gradient in _first_gradients(optimizer):
+        for gradient in _find_first_gradients(optimizer):
             if getattr(gradient, _USED_VERSION, None) != gradient._version:
                 return True
         return False
@@ -96,7 +96,7 @@ class PendingGradients:
         if key not in map(_optimizer_key, self._tracked.optimizers):
             return
         self._stepped.add(key)
-        for gradient in _first_gradients(optimizer):
+        for gradient in _find_first_gradients(optimizer):
             setattr(gradient, _USED_VERSION, gradient._version)
 
 
@@ -108,7 +108,7 @@ def _optimizer_key(optimizer: Optimizer) -> int:
     return id(next(iterate_parameters(optimizer), optimizer))
 
 
-def _first_gradients(optimizer: Optimizer) -> list[Tensor]:
+def _find_first_gradients(optimizer: Optimizer) -> list[Tensor]:
     """Return the first gradients of an optimizer, at most `MAX_GRADIENTS`."""
     gradients: list[Tensor] = []
     for parameter in iterate_parameters(optimizer):
@@ -127,7 +127,7 @@ def holds_back_gradients(model: nn.Module) -> bool:
     below are valid for torch 2.6 to 2.13.
     """
     for module in model.modules():
-        for group in _fsdp_groups(module):
+        for group in _find_fsdp_groups(module):
             if getattr(group, "_partial_reduce_output", None) is not None:
                 return True
             if any(map(_has_own_gradient, group.fsdp_params)):
@@ -143,7 +143,7 @@ def _has_own_gradient(fsdp_param: Any) -> bool:
     return getattr(unsharded_param, "grad", None) is not None
 
 
-def _fsdp_groups(module: nn.Module) -> list[Any]:
+def _find_fsdp_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups of a module, or ``[]`` if FSDP2 does not shard the module."""
     if not hasattr(module, "_get_fsdp_state"):
         return []

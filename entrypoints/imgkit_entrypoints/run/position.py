@@ -334,6 +334,8 @@ class DataPosition:
             return
         if not last.may_be_over(loader, loop):
             gc.collect()  # a dropped loader may still exist as a part of a reference cycle
+        # Ask again after the collection. If the last loader no longer exists, it may have been replaced by an
+        # equal one.
         has_same_loader = last.may_be_over(loader, loop)
         if has_same_loader and (line == last.line or is_next_epoch):
             return
@@ -378,25 +380,29 @@ class DataPosition:
     def open_pass(self, loader: Any, name: str) -> Iterator[Any]:
         """Begin a pass over `loader`, or continue the pass of the checkpoint, and return its batches.
 
+        A pass is one iteration over the loader. If the checkpoint was taken inside a pass, the batches that
+        were done before are left out. `name` is the name of the loop in the program, or ``""``.
+
         Raises
         ------
         UsageError : the checkpoint was taken inside a pass over another loader.
         """
-        resume = self._resume
+        resume = self._resume  # None unless this is the first pass after a restore
         loop = Loop.of_loader(loader, self.loops[name].passes)
-        if resume is not None and self.batch > 0:
+        if resume is not None and self.batch > 0:  # the checkpoint was taken inside a pass
             saved_loop = self.loops[name]
             _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=resume.has_same_ranks)
             # If the number of ranks has changed, the size of batches may differ. For example, 10 batches of
             # 32 samples count as 20 batches of 16 samples.
             if saved_loop.batch_size and loop.batch_size:
                 self.batch = self.batch * saved_loop.batch_size // loop.batch_size
-            random = self._continue_random(loader, name, resume.random)
+            random = self._make_resumed_states(loader, name, resume.random)
         else:
             if resume is not None and self.repeats_epoch:
                 # The program has repeated work from before the checkpoint, which has used random numbers.
                 random_state.restore(resume.random)
-            random = self._begin_random(loader, name)
+            random = self._record_start_states(loader, name)
+        # From here on, the values describe the new pass. A checkpoint in the pass stores them.
         self._resume = None
         self.repeats_epoch = False
         self.loops[name] = loop
@@ -406,7 +412,7 @@ class DataPosition:
         self.was_left = False
         self._loader = None
         self._loader_start = None
-        is_first_pass = loop.passes == 0
+        is_first_pass = loop.passes == 0  # an uninterrupted run starts the workers of its loader then
         if not has_state(loader):
             return iterate_from(loader, self.batch, random, is_first_pass=is_first_pass)
         batches = iterate_stateful(loader, self.batch, random, is_first_pass=is_first_pass)
@@ -415,9 +421,9 @@ class DataPosition:
         self._loader_start = pickle.dumps(loader.state_dict())
         return batches
 
-    def _begin_random(self, loader: Any, name: str) -> PassRandom:
+    def _record_start_states(self, loader: Any, name: str) -> PassRandom:
         """Return the random states at the start of a new pass, and keep them for checkpoints in the pass."""
-        history = self._history_of(name, loader)
+        history = self._update_history(name, loader)
         # After a restart, the program has created its generators again. If they have the same states as at
         # the very first pass, they continue with the states in the checkpoint. Otherwise the program has set
         # the states for this pass, for example by a seed for the epoch.
@@ -429,23 +435,27 @@ class DataPosition:
         start = RandomNumbers(self._pass_random, history.generators, history.start_states)
         return PassRandom(start, latest=start)
 
-    def _continue_random(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
-        """Return the random states of the pass inside which the checkpoint was taken.
+    def _make_resumed_states(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
+        """Return the random states of the pass inside which the checkpoint was taken, without restoring them.
 
         Parameters
         ----------
         random : the random states of this process in the checkpoint.
         """
-        history = self._history_of(name, loader)
+        history = self._update_history(name, loader)
         latest = RandomNumbers(random, history.generators, history.saved_states)
+        # They have been used. From now on, checkpoints contain the current states.
         history.saved_states = ()
         start = RandomNumbers(self._pass_random, history.generators, history.start_states)
         return PassRandom(start, latest)
 
-    def _history_of(self, name: str, loader: Any) -> _GeneratorHistory:
-        """Return the generators and states of the loop `name`, which begins a pass over `loader`."""
+    def _update_history(self, name: str, loader: Any) -> _GeneratorHistory:
+        """Record that the loop `name` begins a pass over `loader`, and return its generators and states.
+
+        The random generators of `loader` replace those of the loop's last pass. The states remain.
+        """
         generators = list_generators(loader)
-        if name not in self._histories:
+        if name not in self._histories:  # the first pass of this loop in the whole run
             first_states = capture_generators(generators)
             self._histories[name] = _GeneratorHistory(first_states, start_states=())
         history = self._histories[name]

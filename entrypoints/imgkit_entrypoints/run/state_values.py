@@ -37,25 +37,26 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
     The ranks compare these texts, because a checkpoint stores only rank 0's state. For a scheduler, the
     result may be ``{"['last_epoch']": "7"}``. For a model, the result includes all parameters, but no
     buffers. For an optimizer, it includes all values. For other objects, it does not include large tensors
-    and tensors of fractions.
+    and tensors of fractions. A result with too many items is replaced by one digest under the path ``""``.
     """
     texts: dict[str, str] = {}
     bit_sums: dict[str, Tensor] = {}
-    for path, leaf in _compared_leaves(stateful, state).items():
+    for path, leaf in _list_compared_leaves(stateful, state).items():
         if has_weights(stateful) and _can_sum_bits(leaf):
             bit_sums[path] = _sum_bits(leaf)
             continue
-        text = _describe_value(leaf)
-        if text:
-            texts[path] = text
+        description = _describe_value(leaf)
+        if description:  # otherwise the value may differ between the ranks
+            texts[path] = description
+    # Read all sums together at the end: each copy from a GPU would wait for the GPU.
     for path, bit_sum in _read_numbers(bit_sums).items():
         texts[path] = f"bits {bit_sum:x}"
-    if len(texts) > MAX_COMPARED:
+    if len(texts) > MAX_COMPARED:  # the ranks send the result to each other, so it must stay small
         return {"": digest_text(repr(texts))}
     return texts
 
 
-def _compared_leaves(stateful: Any, state: Any) -> dict[str, Any]:
+def _list_compared_leaves(stateful: Any, state: Any) -> dict[str, Any]:
     """Return the parameters of a model, or the values in the state of any other object, by path."""
     if isinstance(stateful, nn.Module):
         return {f".{name}": parameter for name, parameter in stateful.named_parameters()}
@@ -75,13 +76,13 @@ def _describe_value(leaf: Any) -> str:
     The text for a shard contains only its shape and placement, because the values of shards differ.
     """
     if not isinstance(leaf, Tensor):
-        return _shorten(repr(_sort_set(leaf)))
+        return _shorten_text(repr(_sort_set(leaf)))
     if is_dtensor(leaf):
         return f"{tuple(leaf.shape)} {leaf.placements}"
     is_fraction = leaf.is_floating_point() or leaf.is_complex()
     if is_fraction or leaf.numel() > MAX_ELEMENTS:
         return ""
-    return _shorten(repr(leaf.tolist()))
+    return _shorten_text(repr(leaf.tolist()))
 
 
 def _sum_bits(tensor: Tensor) -> Tensor:
@@ -93,7 +94,9 @@ def _sum_bits(tensor: Tensor) -> Tensor:
     values = tensor.detach()
     if values.is_complex():
         values = torch.view_as_real(values)
+    # The bits are read as integers, because a sum of fractions is rounded and depends on the order.
     integers = values.view(_INTEGER_TYPES[values.element_size()])
+    # Bytes in memory can be read as larger words only without gaps between them.
     if not integers.is_contiguous():
         return integers.sum(dtype=torch.int64)
     # If possible, add up words of 8 bytes, and then the elements after the last complete word.
@@ -161,7 +164,7 @@ def _sort_set(leaf: Any) -> Any:
     return leaf
 
 
-def _shorten(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """Return `text`, or its beginning and a digest if it is too long for a message."""
     if len(text) <= MAX_TEXT:
         return text

@@ -112,7 +112,7 @@ class StepLoop:
         """Begin a step of a loop over `Run.steps`. `end_open_step` counts the step."""
         self._refuse_step_after_break()
         self._checkpoints.restored = None
-        self._is_in_step = True
+        self._is_in_step = True  # `request_save` then waits for the end of the step
         self.begin_step()
         self._gradients.begin_step()
 
@@ -257,7 +257,7 @@ class StepLoop:
         """
         step = self._position.step
         agreement = self._connection.agreement
-        agreement.exchange_if_due(step)
+        agreement.exchange_if_due(step)  # may set `agreement.stop`, on all ranks at the same step
         is_due = bool(agreement.stop) or self._should_save
         if self._checkpoints.keep and save_every:
             # Compare multiples of `save_every` instead of the distance to the last save. A save that had to
