@@ -131,7 +131,8 @@ def unpack_chunks(
 
     Raises
     ------
-    CheckFailed, ToolMissing : as in `read_plain`.
+    CheckFailed : the stream is damaged or cut short, or unpacks to more bytes than `allowance` permits.
+    ToolMissing : the stream is compressed with zstd, and the program ``zstd`` is missing.
     """
     if compress == "none":
         yield from chunks
@@ -172,7 +173,8 @@ class Gunzip:
         """Unpack `packed`, which may contain the end of a member and the start of the next member."""
         while packed:
             if self._inflate.eof:
-                # A member has ended. Another one may follow. Zeros after the last member are padding.
+                # A member (a complete gzip stream) has ended. Another one may follow. Zeros after the last
+                # member are padding.
                 packed = packed.lstrip(b"\0")
                 if not packed:
                     return
@@ -338,7 +340,7 @@ def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
         plain = None
         if budget_bytes > 0:
             plain = _inflate_member(piece, min(budget_bytes, CHUNK_BYTES))
-        if plain is not None:
+        if plain is not None:  # the piece is exactly one small member
             budget_bytes -= len(plain)
         inflated.append((piece, plain))
     return inflated

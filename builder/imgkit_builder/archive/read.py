@@ -232,6 +232,7 @@ class _Selector(Generic[File]):
         name = "index.json"
         tags: tuple[str, ...] = ()
         document = self._read_json(name)
+        # The number of levels is limited, so that a hostile archive cannot make the loop long.
         for _ in range(MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
             # Each index may contain a tag. The tag in the innermost index has priority.
@@ -240,7 +241,7 @@ class _Selector(Generic[File]):
             document = self._read_json(name, "index.json")
             with self._explain_errors(name):
                 is_index = "manifests" in document
-            if not is_index:
+            if not is_index:  # it is the manifest of the image
                 return self._make_image_of_manifest(name, document, tags)
         raise self._error(f"index.json nests indexes more than {MAX_INDEX_DEPTH} deep")
 

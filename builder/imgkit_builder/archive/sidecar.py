@@ -147,11 +147,12 @@ def from_json(text: str, *, where: str) -> Sidecar:
     """
     try:
         document: dict[str, Any] = json_text.parse(text)
+        # Before the other checks, because a later version may have other keys.
         if document["schema"] != SCHEMA:
             raise UsageError(
                 "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
             )
-        json_text.unseal(document)
+        json_text.unseal(document)  # raises ValueError if the text was changed, and removes the digest
         # Refuse unknown keys: they would be lost when this version of imgkit writes the file again.
         if document.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(document)}")

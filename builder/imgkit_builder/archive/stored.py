@@ -191,9 +191,11 @@ def spool_archive(
 
     Raises
     ------
-    CheckFailed, UsageError : as in `open_image`, or the archive is cut short.
+    CheckFailed : the archive is damaged or cut short, or its configuration lists another number of layers.
+    UsageError : the archive has several images or none, or is not an image archive.
     """
     with path.open("wb") as file:
+        # `_write_chunks` writes each chunk when the tar reader asks for it, so one pass does both.
         stream = TarStream(_write_chunks(chunks, file, advance), name=where)
 
         def hash_member(member: Member) -> Region:
@@ -210,6 +212,7 @@ def spool_archive(
         members = read.read_members(stream, hash_member, where=where)
         # Bytes after the last member are written to the file, too, and the sender can finish.
         stream.drain()
+    # Only after the file is closed: `select_image` reads JSON documents from it.
     return _make_image(read.select_image(members.find, where=where), where)
 
 
@@ -286,6 +289,7 @@ def _select_in_archive(path: Path, where: str) -> SelectedImage[Region]:
 def _select_in_folder(path: Path, where: str) -> SelectedImage[Region]:
     """Return the only image of the OCI folder `path`."""
 
+    # `name` comes from `read`, which uses only fixed names and digests, so it cannot lead out of the folder.
     def find(name: str) -> Region | None:
         file = path / name
         if not file.is_file():

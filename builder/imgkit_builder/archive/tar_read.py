@@ -212,6 +212,8 @@ class TarStream:
 
     def _read_member(self) -> Member | None:
         """Read the headers of the next member, and return the member, or None at the end of the archive."""
+        # A member may have several extended headers in front of its own header. They contain values that do
+        # not fit into it, such as a long name.
         extended = _NO_EXTENDED_HEADERS
         header = self._read_header()
         while header is not None and header[_KIND] in _EXTENDED_KINDS:
@@ -219,6 +221,8 @@ class TarStream:
             header = self._read_header()
         if header is None:
             return None
+        # The body of the member begins at this position. Some formats store the map of a sparse file (a file
+        # with holes) there, which `_read_sparse_map` reads.
         member = _parse_member(header, extended, offset=self.position)
         sparse_map = self._read_sparse_map(member)
         if sparse_map is None:
