@@ -120,6 +120,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         report.note(note)
     base = tmp_base(target, options.tmpdir)
     _check_space(source, target, base, plan)
+    # `work.part` is the new file under a temporary name, and `work.folder` has all other temporary files.
     with workspace(target, base) as work, log_file(target.stem) as log:
         clock = Clock(report)
         job = ConversionJob(
@@ -251,7 +252,7 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
     Raises
     ------
     UsageError : the format cannot hold a value of the image. The error is raised before anything is read.
-    CheckFailed : as in `entries.image_entries`.
+    CheckFailed : a layer is damaged, or contains something that is not allowed in an image.
     """
     format = FORMATS[job.options.format]
     note = job.clock.note
@@ -457,7 +458,8 @@ def list_commands(source: Source, target: Path, options: Options) -> tuple[str, 
 
     Raises
     ------
-    UsageError, ToolMissing : as in `make_plan`.
+    ToolMissing : this machine has neither a mksquashfs nor a runtime that could be used.
+    UsageError : the requested compression or writer is not possible.
     """
     plan = make_plan(source, options)
     part = files.temporary_name(target, "TOKEN")

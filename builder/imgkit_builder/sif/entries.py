@@ -382,6 +382,8 @@ def _merge_layers(
 ) -> Iterator[ImageEntry]:
     """Compare the layers with their digests, and return the visible entries, folders first.
 
+    The digests are compared before the function returns. The files are read later, by the returned iterator.
+
     Parameters
     ----------
     created_s : time for folders that no layer lists, although a layer has files below them.
@@ -402,6 +404,7 @@ def _merge_layers(
     report.stage("merge and squash")
     # `dissolve` frees the tree while it makes the plan, since an image can have millions of files.
     plan = tree.dissolve()
+    # Folders come first, because mksquashfs needs a folder before its files.
     folders = (_make_folder_entry(path, folder, created_s) for path, folder in plan.folders)
     return itertools.chain(folders, _read_visible_files(scanned, plan, report))
 
@@ -428,13 +431,13 @@ def _make_folder_entry(path: str, folder: FolderEntry | None, created_s: int) ->
 def _read_visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Iterator[ImageEntry]:
     """Read the layers a second time, and yield the files, links and devices that are visible in the image.
 
-    `plan` says which members of each layer are visible, and under which names. The function removes each
-    entry of the plan after use, to free memory.
+    `plan` says which members (entries of the tar) of each layer are visible, and under which names. The
+    function removes each entry of the plan after use, to free memory. So it works only once with a plan.
     """
     total_bytes = image.stored_bytes
     earlier_bytes = 0
     for layer, visible_paths in zip(image.layers, plan.visible_paths, strict=True):
-        if visible_paths:
+        if visible_paths:  # a layer that later layers hide completely is not read
             with layer.open(bodies=True) as stream:
                 for entry in _read_visible_members(stream, visible_paths):
                     yield entry

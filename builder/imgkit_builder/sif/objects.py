@@ -90,7 +90,8 @@ def add_object(path: Path, new: NewObject) -> Descriptor:
         descriptor = _make_descriptor(
             new, new.size_bytes, id=_find_unused_id(sif), end=sif.end, time_s=sif.header.created_s
         )
-        # Bytes of a removed object may follow the last object. They must not end up in the padding.
+        # Bytes of a removed object may follow the last object. They must not end up in the padding. After
+        # `truncate`, the system fills the gap before `offset` with zeros.
         stream.truncate(sif.end)
         stream.seek(descriptor.offset)
         stream.writelines(_chunks(new.data))
@@ -302,7 +303,8 @@ def _make_descriptors(metadata: SifMetadata, root_bytes: int) -> list[Descriptor
 
     The last descriptor is that of the root partition, whose size is `root_bytes`.
     """
-    # The objects follow each other without gaps. Only the partition is aligned.
+    # The objects follow each other without gaps. Only the partition is aligned, because the kernel mounts it
+    # from the file. `has_metadata` compares these descriptors with an existing file, so their time is fixed.
     descriptors: list[Descriptor] = []
     end = _DATA_OFFSET
     for id, new in enumerate(metadata.objects, 1):

@@ -124,6 +124,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             f"{path} is not Singularity 3.x or Apptainer: its --version prints {first_line!r}",
             hint=module_hint or "choose another: --runtime-command COMMAND",
         )
+    # Only some versions have these options. The help shows which ones.
     build_help = _ask(path, "build", "--help").output
     return RuntimeTool(
         path=path,
@@ -302,6 +303,7 @@ def _kill_group(pid_file: Path) -> None:
     All these processes are in one process group. The supervisor has written its number to `pid_file`. The
     processes get SIGTERM, and after 3 s SIGKILL.
     """
+    # The supervisor leads the group, so its pid is also the number of the group.
     try:
         group = int(pid_file.read_text())
     except (OSError, ValueError):

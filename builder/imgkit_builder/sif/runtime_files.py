@@ -136,7 +136,8 @@ def variables(script: str) -> dict[str, str]:
     """Return the variables that a script sets: ``export A="1"`` -> ``{"A": "1"}``.
 
     `script` is the text of the file `ENVIRONMENT` in a .sif, written by imgkit or a runtime. The function
-    only parses the script, because it is not safe to run a script of unknown origin.
+    only parses the script, because it is not safe to run a script of unknown origin. A line that cannot be
+    parsed is left out.
     """
     values = {}
     for line in script.splitlines():

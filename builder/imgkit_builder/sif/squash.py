@@ -183,6 +183,7 @@ def write(
     )
     sent_count = squasher.write(strip_attributes(entries, job.clock.note), target, job)
     stored_count = _count_names(path, offset)
+    # Compare before `set_root` changes the file, and before anything else uses it.
     if stored_count != sent_count:
         raise CheckFailed(
             f"the squashfs has other names than were sent: {stored_count} of {sent_count}",
@@ -228,7 +229,10 @@ class TarMksquashfs(Squasher):
         return argv
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
-        """Send `entries` to the program as a tar through its standard input."""
+        """Send `entries` to the program as a tar through its standard input.
+
+        The result is the number of names, which the caller compares with the squashfs.
+        """
         argv = self.argv(target)
         job.log.write(f"$ ... | {' '.join(argv)}\n")
         with running(argv, job) as sink:
@@ -440,7 +444,7 @@ class UnpackedTree:
         CheckFailed : `target` is a folder or has not been written.
         """
         definition = self._definitions.get(target)
-        if definition is None or target in self._folder_times:
+        if definition is None or target in self._folder_times:  # `_folder_times` has all folders
             raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")
         if not _is_device(definition):
             os.link(self._path(target), self._path(name), follow_symlinks=False)
@@ -657,6 +661,7 @@ def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
     ------
     ValueError, struct.error : the table is compressed or damaged.
     """
+    # All positions in a squashfs count from its first byte, which is at `offset` of the file.
     superblock = Superblock(*_read_struct(stream, image.SUPERBLOCK, offset))
     (end,) = _read_struct(stream, _OFFSET, offset + _find_index_after_folders(superblock))
     position = superblock.directory_table

@@ -55,7 +55,7 @@ class Squashfs:
 
         Raises
         ------
-        ToolMissing : as in `read`.
+        ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
         ToolFailed : the squashfs is damaged.
         """
         output = process.filter_through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ())
@@ -107,7 +107,8 @@ class Squashfs:
 
         Raises
         ------
-        CheckFailed, ToolMissing : as in `read`.
+        CheckFailed : the squashfs is damaged.
+        ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
         """
         argv = self._argv("-force", "-no-xattrs", "-dest", str(folder), *options, str(self.path))
         result = process.run(argv, check=False)
@@ -182,7 +183,8 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
 
     Raises
     ------
-    CheckFailed, ToolMissing : as in `Squashfs.read`.
+    CheckFailed : the squashfs is damaged.
+    ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
     """
     names = tuple(names)  # an iterator could be used only for the first squashfs
     contents: dict[str, bytes] = {}
