@@ -87,7 +87,8 @@ class CallWatch:
     def _watch(self) -> None:
         """Publish the state of the watched thread if it has not changed for `LIMIT_S`, and compare the ranks.
 
-        This function runs in a thread of its own.
+        To publish means to write it into torch's store, which the other ranks can read. This function runs in
+        a thread of its own.
         """
         state = self._read_state()
         start_s = time.monotonic()
@@ -122,6 +123,7 @@ class CallWatch:
 
     def _compare_ranks(self) -> None:
         """On rank 0, compare the ranks. On every rank, end the process if rank 0 has found them stuck."""
+        # Only rank 0 decides, so that all ranks end with the same message. The others look for its verdict.
         if self._ranks.rank == 0:
             states = self._read_published_states()
             if states and are_stuck(states):
@@ -130,7 +132,10 @@ class CallWatch:
             self._end_process(self._store.get(_VERDICT).decode())
 
     def _read_published_states(self) -> list[RankState]:
-        """Return the states of all ranks, or ``[]`` if a rank has moved within the last `LIMIT_S`."""
+        """Return the states of all ranks, or ``[]`` if a rank has moved within the last `LIMIT_S`.
+
+        The store is a dict that all ranks share. Such a rank has no text in it, or an empty one.
+        """
         keys = [str(rank) for rank in range(self._ranks.world_size)]
         if not self._store.check(keys):  # reading a missing key would block the store
             return []

@@ -81,7 +81,8 @@ class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
 def _find_os_error(error: BaseException) -> OSError:
     """Return the OSError that has caused an error of torch, possibly on another rank.
 
-    If there is no such OSError, the result is a new OSError with the class and first line of `error`.
+    If there is no such OSError, the result is a new OSError with the class and first line of `error`. So the
+    callers have to handle only OSError. If several ranks have failed, the lowest rank is reported.
     """
     # torch's CheckpointException contains the error and the traceback of each rank that failed.
     failures = getattr(error, "failures", {})
@@ -186,6 +187,7 @@ class CheckpointWriter:
 
         `writers` are the ranks that write this checkpoint together.
         """
+        # Of a DTensor, only the part of this rank is copied.
         local_tensors = dict(tensors)
         for key, tensor in tensors.items():
             if is_dtensor(tensor):
@@ -418,9 +420,10 @@ class Checkpoint:
         """
         tensors: dict[str, Any] = dict(shards or {})
         if tensors:
-            self._load(tensors)
+            self._load(tensors)  # into the given DTensors, on every rank
         tree = self.tree(name)
         keys = {leaf.key for _, leaf in list_leaves(tree) if isinstance(leaf, TensorRef)}
+        # Sorted, because rank 0 sends these tensors to the others, and all must use the same order.
         missing_keys = sorted(keys - tensors.keys())
         tensors.update(self.read_tensors(missing_keys))
         return join_tensors(tree, tensors)
@@ -431,6 +434,7 @@ class Checkpoint:
         for key in keys:
             info = self.tensors[key]
             tensors[key] = torch.empty(info.shape, dtype=info.dtype)
+        # The folder may be on a disk of rank 0's node, so only rank 0 reads it and sends the result.
         if self._ranks.rank == 0 and tensors:
             self._load(tensors)
         for tensor in tensors.values():

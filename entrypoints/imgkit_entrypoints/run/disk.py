@@ -57,9 +57,10 @@ def make_temporary_folder(folder: Path, step: int) -> Path:
     ------
     OSError : the folder cannot be created, or a later attempt of the run has begun (fence.py).
     """
+    # The fence is a file that names the attempt of the job that may write. This raises OSError in another one.
     fence.check_fence(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
+    _remove_leftovers(folder)  # makes space for the new checkpoint; `commit` reports what remains
     # The name is random, because a folder that an earlier run has left may be impossible to remove.
     temporary = folder / f"{WRITING}{checkpoint_name(step)}.{secrets.token_hex(4)}"
     temporary.mkdir()
@@ -97,12 +98,14 @@ def commit(
     files.write_file(temporary / MANIFEST, json.dumps(manifest))
     # Check as late as possible, because a later attempt may have begun while the files were written.
     fence.check_fence(os.environ)
+    # A folder cannot be renamed to the name of another one with files, so rename that one first.
     if os.path.lexists(target):
         owner = files.foreign_owner(target, folder.parent)
         if owner:
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
         _rename_for_removal(target, suffix)
     files.publish_file(temporary, target)
+    # Remove others only now, when the new checkpoint exists. Otherwise a crash could leave none.
     for path in _list_old_checkpoints(folder, target, keep):
         try:
             _rename_for_removal(path, suffix)
@@ -231,10 +234,11 @@ def _parse_manifest(folder: Path, manifest: Any) -> StoredCheckpoint:
     InvalidCheckpoint : the manifest has another version, or belongs to another step than the folder's name.
     ValueError, KeyError, TypeError, AttributeError : the JSON is not a manifest, or was changed.
     """
+    # Before the other checks, because another version may have other keys.
     schema = manifest["schema"]
     if schema != SCHEMA:
         raise InvalidCheckpoint(f"{folder / MANIFEST} has schema {schema}; this imgkit reads {SCHEMA}")
-    json_text.unseal(manifest)
+    json_text.unseal(manifest)  # raises ValueError if the manifest was changed, and removes its digest
     step = int(manifest["step"])
     # The newest checkpoint is found by the names. So an old checkpoint must not have the name of a later
     # step.
@@ -303,8 +307,9 @@ def iterate_valid(
     Parameters
     ----------
     path : a checkpoint, a folder of checkpoints, or a run folder.
-    problems : receives the paths of unusable checkpoints, with the reasons.
-    trusts_folder : whether to accept checkpoints of the folder's owner, who may be another user.
+    problems : receives the paths of unusable checkpoints, with the reasons, when the iterator passes them.
+    trusts_folder : whether to accept checkpoints of the folder's owner, who may be another user. In any case,
+        checkpoints of other users are refused, because loading one can run its code.
     """
     is_checkpoint = (path / MANIFEST).exists()
     for folder in checkpoints_at(path):
@@ -442,7 +447,7 @@ def _try_lock(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # held by another process
             return False
         say(f"warning: {path}: file locks do not work here ({error.strerror}): start one run in it at a time")
     return True

@@ -83,7 +83,7 @@ class PendingGradients:
 
     def _has_unused_gradients(self, optimizer: Optimizer) -> bool:
         """Return whether a backward pass has changed gradients since the last step of `optimizer`."""
-        if _optimizer_key(optimizer) in self._stepped:
+        if _optimizer_key(optimizer) in self._stepped:  # it has used them in this step of the run
             return False
         for gradient in _find_first_gradients(optimizer):
             if getattr(gradient, _USED_VERSION, None) != gradient._version:
@@ -96,6 +96,7 @@ class PendingGradients:
         if key not in map(_optimizer_key, self._tracked.optimizers):
             return
         self._stepped.add(key)
+        # `_has_unused_gradients` compares these versions with later ones.
         for gradient in _find_first_gradients(optimizer):
             setattr(gradient, _USED_VERSION, gradient._version)
 

@@ -253,6 +253,7 @@ class DataPosition:
         for name, states in random["loops"].items():  # as `for_checkpoint` returned them
             self._histories[name] = _GeneratorHistory(*states)
         random_state.restore(random["now"])
+        # A checkpoint directly before a pass already contains what the program does before that pass.
         self.repeats_epoch = values["at_start"]
         has_same_ranks = world_size == ranks.world_size
         warning = ""
@@ -268,6 +269,7 @@ class DataPosition:
             # gets another seed.
             seed = int(torch.randint(1 << 62, ()).item())
             random_state.seed_everything(seed + ranks.rank)
+        # The program may use random numbers before its first pass, so keep the states of this moment.
         self._resume = _Resume(random=random_state.capture(), has_same_ranks=has_same_ranks)
         return warning
 
@@ -290,7 +292,7 @@ class DataPosition:
         ------
         UsageError : this epoch must continue with another loop.
         """
-        expected = self._next_loop(name)
+        expected = self._next_loop(name)  # the loop with which the epoch continues
         # In the first epoch, each loop before this one has finished exactly one pass.
         is_first_epoch = self._resume is None and all(loop.passes == 1 for loop in self.loops.values())
         is_new = name not in self.loops and is_first_epoch
@@ -366,7 +368,7 @@ class DataPosition:
             )
         if self.batch == 0 or self._resume is not None:  # the pass has ended, or is about to be resumed
             return
-        if self.batch == self._length:
+        if self.batch == self._length:  # left after its last batch
             self.finish_pass()
             return
         size = f" of {self._length}" if self._length > 0 else ""

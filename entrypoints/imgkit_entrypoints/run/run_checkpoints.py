@@ -181,6 +181,7 @@ class RunCheckpoints:
                 where=str(newest.folder),
                 hint=f"start {newest.world_size} ranks, or a new run in another folder",
             )
+        # Load the objects first: if one of them refuses its state, the position remains unchanged.
         self.tracked.load(newest, per_rank_states)
         warning = self.position.restore(newest.position, rank_values["random"], newest.world_size, ranks)
         if warning:

@@ -34,7 +34,11 @@ def map_leaves(value: Any, change: Callable[[Any, LeafPath], Any], *path: Any) -
     """Copy a tree of dicts, lists and tuples, and replace each leaf by the result of ``change(leaf, path)``.
 
     Every value that is not a dict, list or tuple is a leaf. Instances of subclasses, such as named tuples or
-    torch.Size, are leaves, too.
+    torch.Size, are leaves, too. They may have constructors of their own, so they cannot be copied here.
+
+    Parameters
+    ----------
+    path : the keys and indices that lead to `value` in the whole tree. A caller leaves it out.
     """
     if type(value) in (dict, OrderedDict):
         return {key: map_leaves(item, change, *path, key) for key, item in value.items()}
@@ -151,7 +155,7 @@ def join_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         if not isinstance(value, TensorRef):
             return value
         tensor = tensors[value.key]
-        if value.stride is None or is_dtensor(tensor):
+        if value.stride is None or is_dtensor(tensor):  # already in its format
             return tensor
         return torch.empty_strided(tensor.shape, value.stride, dtype=tensor.dtype).copy_(tensor)
 
@@ -209,6 +213,7 @@ class HostCopies:
         """Start to copy `tensors` into buffers, and return the buffers. They are complete after `wait`."""
         copies = {key: self._copy_into_buffer(key, tensor) for key, tensor in tensors.items()}
         self._buffers = copies
+        # Record the events after the copies were started, so that they occur when the copies are complete.
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return copies

@@ -136,7 +136,7 @@ def digest_state(state: Any) -> str:
     size_bytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, Tensor))
     digest = hashlib.sha256()
     for path, leaf in leaves:
-        digest.update(repr(path).encode())
+        digest.update(repr(path).encode())  # the same value at another path must give another digest
         digest.update(_encode_leaf(leaf, has_values=size_bytes <= MAX_DIGESTED_BYTES))
     return digest.hexdigest()
 

@@ -240,13 +240,14 @@ class StepLoop:
             self.start(save_every)
         self._count_step()
         self._checkpoints.restored = None  # from now on, the state differs from the restored checkpoint
+        # `_agree_on_save` asks which optimizers have taken a step, and `begin_step` forgets them.
         saves_now = self._agree_on_save(save_every)
         self._gradients.begin_step()
         return saves_now
 
     def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
         """Save the state if all ranks agree that a save is due. This is a collective call."""
-        if self._agree_on_save(save_every):
+        if self._agree_on_save(save_every):  # the same on all ranks
             self.save_now(at_start=at_start)
 
     def _agree_on_save(self, save_every: int) -> bool:
@@ -266,6 +267,7 @@ class StepLoop:
         if not is_due or self._agree_to_wait():
             return False
         agreement.wait_for_ranks(step, "run.save")
+        # `is_due` above compares later steps with this one.
         self._checkpoints.saved_step = step
         return True
 
@@ -275,6 +277,7 @@ class StepLoop:
         A checkpoint does not contain gradients. So a rank cannot save while its optimizer has not used the
         latest gradients. It also cannot save at the end of a loader that could not continue from its state.
         """
+        # `delay_save` also counts the steps for which a save has waited, so call it once for each due save.
         must_wait = self._gradients.delay_save() or self._position.has_unusable_loader_state()
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
@@ -304,7 +307,7 @@ class StepLoop:
         """Save the state. After a request to stop, end the program. This is a collective call."""
         self._checkpoints.write(at_start=at_start)
         if self._connection.stop:
-            self._checkpoints.leave()
+            self._checkpoints.leave()  # raises SystemExit
         self._checkpoints.saved_step = self._position.step
         self._should_save = False
-        self.start_clock()
+        self.start_clock()  # the time of the save must not count as time of a step

@@ -218,6 +218,7 @@ class TrackedObjects:
         for name, tree in trees.items():
             shards = _make_shards(self.objects[name], name, tree, checkpoint)
             self._load_object(name, checkpoint.state(name, shards), checkpoint)
+        # The states of this rank only. No other rank waits for them.
         for name, data in rank_values.items():
             state = pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
             self._load_object(name, state, checkpoint)
@@ -541,6 +542,7 @@ def _map_to_plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
     plain_keys = {}
     for key in state:
         plain_key = key
+        # Several wrappers may be nested. Each turn removes one of them, the innermost first.
         for prefix, plain_prefix in prefixes:
             if plain_key.startswith(prefix):
                 plain_key = plain_prefix + plain_key.removeprefix(prefix)
