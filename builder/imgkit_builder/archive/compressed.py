@@ -349,6 +349,7 @@ def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
 def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:
     """Return the unpacked bytes of `piece`, or None if it is not a single member of at most `most_bytes`."""
     decompressor = zlib.decompressobj(wbits=31)
+    # A cut in the middle of a member gives an error. That is normal, since the cuts are only guesses.
     with contextlib.suppress(zlib.error):
         plain = decompressor.decompress(piece, most_bytes)
         if decompressor.eof and not decompressor.unused_data:

@@ -82,6 +82,7 @@ class Members(Generic[File]):
     def find(self, name: str) -> File | None:
         """Return the file `name`, or None if it is not in the archive. Links are followed."""
         name = posixpath.normpath(name)
+        # The number of links is limited, because a hostile archive may have a link to itself.
         for _ in range(_MAX_LINKS):
             if name in self.files:
                 return self.files[name]
@@ -529,6 +530,7 @@ def digest_archive(
 
 def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
     """Return the names of blobs whose digest differs from the digest in their name."""
+    # A blob is a file that is named after its digest: ``blobs/sha256/1a2b...``. A link may have such a name.
     wrong_blobs = []
     for name in sorted(members.files | members.links):
         file = members.find(name)

@@ -279,6 +279,7 @@ def _select_in_archive(path: Path, where: str) -> SelectedImage[Region]:
     """Return the only image of the uncompressed archive `path`. Only headers and JSON files are read."""
 
     def store(member: Member) -> Region:
+        """Return where the content of a member is in the archive, instead of reading it."""
         return Region(path=path, start=member.offset, size_bytes=member.size_bytes)
 
     with contextlib.closing(FileChunks(path, chunk_bytes=_HEADER_BYTES)) as chunks:

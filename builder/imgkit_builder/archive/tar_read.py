@@ -170,7 +170,7 @@ class TarStream:
         member_count = 0
         hole_bytes = 0
         while True:
-            self._skip_rest()
+            self._skip_rest()  # the caller need not have read the content of the last member
             try:
                 member = self._read_member()
             except ValueError as error:
@@ -185,6 +185,7 @@ class TarStream:
                 raise self._limit_error(
                     f"its sparse files have more than {self._limits.hole_bytes / 1e9:g} GB"
                 )
+            # `body`, `content` and `_skip_rest` read these. They are valid until the next member.
             self._member = member
             self._unread = member.size_bytes
             self._padding = -member.size_bytes % BLOCK_BYTES
