@@ -99,7 +99,7 @@ class BakedFactsCollector:
             self._names.add(name)
 
     def facts(self, path: str) -> BakedFacts:
-        """Return the collected facts. `path` is the variable PATH of the image."""
+        """Return the facts collected from the entries so far. `path` is the variable PATH of the image."""
         distributions = sorted(self._list_distributions(path), key=attrgetter("name", "folder"))
         return BakedFacts(
             manifest=self._text(_MANIFEST), system=self._text(_SYSTEM), distributions=tuple(distributions)
@@ -127,6 +127,7 @@ class BakedFactsCollector:
         writes this file for a package that does not come from an index. The lock file lists all other
         packages.
         """
+        # `_texts` has the small files that were read. `_names` has the METADATA files and the lock file.
         folders = {name.removesuffix("/direct_url.json") for name in self._texts if name.endswith(_ORIGIN)}
         if _LOCK not in self._names:
             folders |= {name.removesuffix("/METADATA") for name in self._names}

@@ -233,7 +233,8 @@ def _squash_image(image: OpenImage, target: Path, job: ConversionJob, plan: Conv
             offset=FORMATS[job.options.format].squashfs_offset(config),
             squasher=plan.squasher,
         )
-    # The facts are complete only now, since the collector sees each entry when it is sent to mksquashfs.
+    # The facts are complete only now, since the collector sees each entry when it is sent to mksquashfs. The
+    # caller stores them in the record of the file.
     return collector.facts(config.search_path)
 
 
@@ -298,7 +299,7 @@ def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, pla
     Size, architecture and labels are checked only if a runtime has built the file. `layer_bytes` is the size
     of the uncompressed layers. A much smaller file has lost some of them.
     """
-    is_built = plan.squasher is None
+    is_built = plan.squasher is None  # a runtime has built the file, and not imgkit with a mksquashfs
     tester = _find_tester(config, job, plan)
     if is_built:
         check.check_built(job, config, layer_bytes, can_run=tester is not None)
@@ -320,7 +321,7 @@ def _find_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) 
     if not runs_here(config.arch):
         job.clock.note(f"not run: the image is {config.arch}, this machine {host_arch()}")
         return None
-    return plan.tool
+    return plan.tool  # the runtime that has built the file, or one that was only looked up for the test
 
 
 def _find_existing(
@@ -509,7 +510,7 @@ def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan)
     image_bytes = source.size_bytes
     if image_bytes is None:
         return
-    temporary_bytes = int(image_bytes * plan.disk_share)
+    temporary_bytes = int(image_bytes * plan.disk_share)  # the share depends on who writes the file
     # A stream or a compressed archive is first unpacked to disk. If a runtime builds the file, that copy is
     # removed before the runtime starts, so `disk_share` already includes enough space.
     if plan.method == "stream" and entries.is_spooled(source):
@@ -523,7 +524,7 @@ def _compute_spool_limit(image: OpenImage, target: Path, base: Path, plan: Conve
     If the layers would probably not fit, the result is 0. Then no unpacked layer is written to disk.
     Compressed layers are unpacked twice: once for their headers and digests, and once for their files.
     """
-    if not isinstance(image.files, StoredImage):
+    if not isinstance(image.files, StoredImage):  # an engine's export has no layers
         return 0
     packed_bytes = image.files.packed_bytes
     # This is an estimate. The true size is known only after unpacking.

@@ -77,6 +77,7 @@ def find_programs() -> tuple[Path, ...]:
     container runtimes, and the paths in the configuration files of the runtimes.
     """
     sbin = os.pathsep.join(_SBIN_FOLDERS)
+    # The order is that of preference: the user's PATH first, then the programs of the runtimes.
     programs = [shutil.which("mksquashfs") or shutil.which("mksquashfs", path=sbin)]
     for name in _RUNTIMES:
         runtime = shutil.which(name)
@@ -84,7 +85,7 @@ def find_programs() -> tuple[Path, ...]:
             prefix = Path(runtime).resolve().parents[1]  # "/usr" of "/usr/bin/apptainer"
             programs += _find_bundled(prefix)
             programs += _find_configured(prefix)
-    existing = [Path(program) for program in programs if program]
+    existing = [Path(program) for program in programs if program]  # without None, for what was not found
     # A dict drops repeated paths but keeps their order, unlike a set.
     return tuple(dict.fromkeys(existing))
 
@@ -143,6 +144,7 @@ def has_option(program: Path, option: str) -> bool:
 
 @functools.cache
 def _read_help(program: Path, _changed_ns: int) -> str:
+    """Return the help of `program`. `_changed_ns` is the time of its last change."""
     # `_changed_ns` is part of the cache key: an updated program is asked again. The exit code is ignored,
     # since -help exits with 0 or 1, depending on the version. From 4.7 on, only -help-all lists all options.
     return "".join(run([program, option], check=False).output for option in ("-help", "-help-all"))

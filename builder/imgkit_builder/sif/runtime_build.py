@@ -33,7 +33,9 @@ _SPECIAL_FILES = {CHARACTER: "a device", BLOCK: "a device", FIFO: "a FIFO"}
 
 
 def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
-    """Write `image` as an OCI folder into the workspace. The runtime builds the .sif from this folder.
+    """Write `image` as an OCI folder into the folder for temporary files (workspace).
+
+    The runtime builds the .sif from this OCI folder.
 
     Raises
     ------
@@ -47,6 +49,7 @@ def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
         job.clock,
         unpack_limit_bytes=job.options.unpack_limit_bytes,
     )
+    # Before the runtime starts, because it would write through such links.
     refuse_links(oci.layer_paths, image.name)
     return oci
 

@@ -323,6 +323,7 @@ class OldMksquashfs(Squasher):
 
 def _copy_into_target(squashfs: Path, target: SquashTarget) -> None:
     """Copy the file `squashfs` to byte `target.offset` of the target's file, and remove `squashfs`."""
+    # The target's file is not emptied when it is opened, because it may have a header before `target.offset`.
     with (
         files.open_regular(squashfs) as source,
         files.open_own(target.path, os.O_RDWR | os.O_CREAT, "r+b") as stream,

@@ -396,7 +396,10 @@ def remove_tree(folder: Path) -> None:
     """Remove `folder` and everything in it, even folders that deny access to their owner, as images have."""
 
     def open_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
-        """Allow access to `path` and its folder, and try again to remove `path`."""
+        """Allow access to `path` and its folder, and try again to remove `path`.
+
+        `shutil.rmtree` calls this after an error. An error of the second attempt is ignored.
+        """
         with contextlib.suppress(OSError):
             Path(path).parent.chmod(0o700)
             if Path(path).is_dir() and not Path(path).is_symlink():
