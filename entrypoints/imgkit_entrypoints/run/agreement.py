@@ -154,7 +154,9 @@ class Agreement:
                 self._finish_exchange()
 
     def wait_for_ranks(self, step: int, call: str) -> None:
-        """Wait until the numbers of all steps up to `step` have been added up. This is a collective call.
+        """Wait until the numbers of all steps up to `step` have been added up.
+
+        This is a collective call: all ranks must make it.
 
         `call` names the call of the program, such as ``run.pause``. It must be the same on all ranks.
 
@@ -321,7 +323,7 @@ class NumberLog:
 
     def _refuse_names(self, names: Collection[str]) -> None:
         """Raise UsageError if the names are too many or reserved, or differ from those of the first call."""
-        is_first_call = not self._names
+        is_first_call = not self._names  # `add` stores the names of its first call
         has_reserved_name = not set(RESERVED_NAMES).isdisjoint(names)
         if is_first_call and len(names) <= MAX_NAMES and not has_reserved_name:
             return

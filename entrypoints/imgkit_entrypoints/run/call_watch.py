@@ -112,6 +112,7 @@ class CallWatch:
 
     def _read_state(self) -> RankState:
         """Return the call in which the watched thread waits, its line in the program, and its steps."""
+        # The innermost frames come first: those of torch and imgkit, then that of the program.
         frames = list(_iterate_frames(self._thread_id))
         library_frames = list(itertools.takewhile(_is_in_library, frames))
         program_frames = frames[len(library_frames) :]

@@ -111,7 +111,7 @@ class CheckpointWriter:
     def __init__(
         self, run_folder: Path, keep: int, ranks: Ranks, say: Say, skipped: Collection[Path]
     ) -> None:
-        """Open a process group that contains only rank 0. This is a collective call.
+        """Open a process group that contains only rank 0. This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -141,7 +141,9 @@ class CheckpointWriter:
         """Seconds of the longest `save`."""
 
     def save(self, step: int, index: bytes, tensors: Mapping[str, Tensor], rank_value: bytes) -> None:
-        """Copy the state to host memory, and write it in the background. This is a collective call.
+        """Copy the state to host memory, and write it in the background.
+
+        This is a collective call: all ranks must make it.
 
         Rank 0 writes everything, except that each rank writes its own parts of DTensors (sharded tensors).
         An error of the writing thread is reported by the next `save` or by `close`.
@@ -259,7 +261,10 @@ class CheckpointWriter:
         self._has_warned = True
 
     def _finish_writing(self) -> None:
-        """Wait until the thread has written its checkpoint. If it failed, report the error on rank 0."""
+        """Wait until the thread has written its checkpoint. If it failed, report the error on rank 0.
+
+        A failed checkpoint does not end the run. The next save tries again.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -271,7 +276,7 @@ class CheckpointWriter:
         self._error = None
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written. This is a collective call."""
+        """Wait until the last checkpoint is written. This is a collective call: all ranks must make it."""
         start_s = time.perf_counter()
         self._finish_writing()
         self.saved_step = self._ranks.broadcast(self.saved_step)
@@ -412,7 +417,9 @@ class Checkpoint:
         return pickle.loads(self._trees[name])  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def state(self, name: str, shards: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the state of an object, including its tensors. This is a collective call.
+        """Return the state of an object, including its tensors.
+
+        This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -442,7 +449,9 @@ class Checkpoint:
         return tensors
 
     def read_rank_value(self) -> Any:
-        """Return the value that this rank has saved for itself. This is a collective call.
+        """Return the value that this rank has saved for itself.
+
+        This is a collective call: all ranks must make it.
 
         If the checkpoint was taken with another number of ranks, every rank gets the value of rank 0.
         """
@@ -476,7 +485,9 @@ class Checkpoint:
 def find_newest(
     path: Path, ranks: Ranks, *, trusts_folder: bool = True
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Find the newest valid checkpoint at `path`, and return it or None. This is a collective call.
+    """Find the newest valid checkpoint at `path`, and return it or None.
+
+    This is a collective call: all ranks must make it.
 
     The second value says, equally on all ranks, why each newer checkpoint cannot be used.
 
@@ -533,7 +544,10 @@ class _NodeReport(NamedTuple):
 
 
 def _report_newest(path: Path) -> _NodeReport:
-    """Return the newest checkpoint that this rank sees at `path`, which may be a disk of its own node."""
+    """Return the newest checkpoint that this rank sees at `path`, which may be a disk of its own node.
+
+    No error is raised, because the other ranks wait for the report. It contains the problem instead.
+    """
     host = socket.gethostname()
     try:
         checkpoints = disk.checkpoints_at(path)
@@ -548,7 +562,7 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
     """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0.
 
     Rank 0 reads the checkpoint for all ranks. Without this check, the run would silently continue from an
-    older state. This is a collective call.
+    older state. This is a collective call: all ranks must make it.
     """
     reports = ranks.gather(_report_newest(path), call="run.restore")
     for report in reports:
@@ -566,7 +580,9 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
 
 
 def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
-    """Raise InvalidCheckpoint on every rank if a file differs from its manifest. This is a collective call.
+    """Raise InvalidCheckpoint on every rank if a file differs from its manifest.
+
+    This is a collective call: all ranks must make it.
 
     In a sharded checkpoint, each rank checks a part of the files. In any other checkpoint, rank 0 checks all.
     """
@@ -589,7 +605,9 @@ PATIENCE_S = 10.0
 
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
-    """Raise UsageError on every rank if the ranks do not all see the same folder. This is a collective call.
+    """Raise UsageError on every rank if the ranks do not all see the same folder.
+
+    This is a collective call: all ranks must make it.
 
     Each rank writes its part of a sharded state, and a checkpoint needs all parts in one folder.
     """

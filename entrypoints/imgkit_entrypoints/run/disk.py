@@ -57,7 +57,7 @@ def make_temporary_folder(folder: Path, step: int) -> Path:
     ------
     OSError : the folder cannot be created, or a later attempt of the run has begun (fence.py).
     """
-    # The fence is a file that names the attempt of the job that may write. This raises OSError in another one.
+    # The fence is a file that names the attempt of the job that may write. Any other gets an OSError here.
     fence.check_fence(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)  # makes space for the new checkpoint; `commit` reports what remains
@@ -158,9 +158,12 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def _remove_leftovers(folder: Path) -> list[str]:
-    """Remove folders of interrupted writers and checkpoints that are being removed. Return the problems."""
+    """Remove folders of interrupted writers and checkpoints that are being removed. Return the problems.
+
+    A folder that cannot be removed does no harm: its name is not that of a checkpoint.
+    """
     problems = []
-    for path in list(folder.iterdir()):
+    for path in list(folder.iterdir()):  # a list, because the folder changes in the loop
         if not path.name.startswith((WRITING, LEAVING)):
             continue
         try:
@@ -266,7 +269,10 @@ def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> N
 
 
 def find_damage(checkpoint: Path, entries: Mapping[str, FileEntry], names: Collection[str]) -> str:
-    """Return how one of the files `names` differs from its entry in the manifest, or ``""`` if none does."""
+    """Return how one of the files `names` differs from its entry in the manifest, or ``""`` if none does.
+
+    The files are read completely. Their names and sizes have been compared before, see `read_manifest`.
+    """
     for name in names:
         path = checkpoint / name
         try:

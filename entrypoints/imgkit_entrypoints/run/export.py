@@ -140,7 +140,10 @@ def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, s
 
 
 def _find_model(checkpoint: Checkpoint, part: str | None) -> str:
-    """Return the name of the tracked model: `part`, or the first of `MODELS` that the checkpoint has."""
+    """Return the name of the tracked model: `part`, or the first of `MODELS` that the checkpoint has.
+
+    `MODELS` are the names that most programs use. If there is no such object, UsageError is raised.
+    """
     names = checkpoint.names
     requested = [part] if part else MODELS
     for name in requested:

@@ -104,7 +104,8 @@ class PendingGradients:
 def _optimizer_key(optimizer: Optimizer) -> int:
     """Return a key for an optimizer: the id of its first weight.
 
-    A wrapper around the optimizer has the same weights, so it gets the same key.
+    A wrapper around the optimizer has the same weights, so it gets the same key. An optimizer without weights
+    gets its own id.
     """
     return id(next(iterate_parameters(optimizer), optimizer))
 

@@ -126,7 +126,10 @@ def _has_optimizer(value: object, optimizer: Optimizer) -> bool:
 
 
 def _iterate_parts(value: Any, depth: int) -> Iterator[Any]:
-    """Yield `value` and the objects in its lists, mappings and attributes, down to `depth` levels."""
+    """Yield `value` and the objects in its lists, mappings and attributes, down to `depth` levels.
+
+    An object may come several times. The limits on levels and members also end a search in a cycle.
+    """
     yield value
     # These classes have many members, and none of them is a scheduler.
     if depth == 0 or isinstance(value, (Optimizer, nn.Module, Tensor)):

@@ -481,11 +481,11 @@ class DataPosition:
         Such a state does not contain the position in the pass. The state is compared only once in each pass,
         at the first checkpoint.
         """
-        start = self._loader_start
-        if start is None or not self.is_open:
+        start_state = self._loader_start
+        if start_state is None or not self.is_open:  # no state, already compared, or outside of a pass
             return
-        self._loader_start = None
-        if pickle.dumps(self._loader.state_dict()) == start:
+        self._loader_start = None  # compare only once
+        if pickle.dumps(self._loader.state_dict()) == start_state:
             raise steps_error(
                 f"the state of this {type(self._loader).__name__} is the same as at the start of the pass: a "
                 "resume would start it over",

@@ -136,7 +136,7 @@ class RunCheckpoints:
     def restore(self, source: Checkpoint | None) -> bool:
         """Load `source` or the newest valid checkpoint. Return False if there is no checkpoint.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
 
         Raises
         ------
@@ -165,7 +165,9 @@ class RunCheckpoints:
         return True
 
     def _load(self, newest: Checkpoint) -> None:
-        """Load the tracked objects, the position and the random states. This is a collective call.
+        """Load the tracked objects, the position and the random states.
+
+        This is a collective call: all ranks must make it.
 
         Raises
         ------
@@ -190,7 +192,7 @@ class RunCheckpoints:
     def prepare_pass(self) -> None:
         """Make sure that the first pass after a restore begins with the state of the checkpoint.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
 
         Raises
         ------
@@ -264,7 +266,7 @@ class RunCheckpoints:
             )
 
     def write(self, *, at_start: bool = False) -> None:
-        """Write a checkpoint in the background. This is a collective call.
+        """Write a checkpoint in the background. This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -296,6 +298,7 @@ class RunCheckpoints:
 
     def _open_writer(self) -> CheckpointWriter:
         """Return the writer of checkpoints. The first call is a collective call."""
+        # Not in `__init__`, because the writer needs the ranks, which are connected later.
         if self._writer is None:
             connection = self._connection
             self._writer = CheckpointWriter(
@@ -304,7 +307,10 @@ class RunCheckpoints:
         return self._writer
 
     def wait(self) -> CheckpointWriter:
-        """Wait until the last checkpoint is completely written. This is a collective call."""
+        """Wait until the last checkpoint is completely written.
+
+        This is a collective call: all ranks must make it.
+        """
         writer = self._open_writer()
         with self._progress.time_save():
             writer.close()
@@ -334,7 +340,9 @@ class RunCheckpoints:
         end_program(code)
 
     def finish(self) -> None:
-        """Save the last state of a finished run, unless a checkpoint contains it. This is a collective call.
+        """Save the last state of a finished run, unless a checkpoint contains it.
+
+        This is a collective call: all ranks must make it.
 
         If the program has already closed its process group, nothing is saved. A warning tells the user if a
         state is lost.

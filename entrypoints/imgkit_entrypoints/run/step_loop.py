@@ -119,7 +119,7 @@ class StepLoop:
     def _end_pass(self, loader: Any) -> None:
         """Wait for the other ranks at the end of a pass, save if the run stops, and count the pass as done.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
         """
         self._connection.agreement.wait_for_ranks(self._position.step, PASS_END)
         # A loader with a state of its own is after its last batch now. A resume from this state could not
@@ -146,7 +146,10 @@ class StepLoop:
         self._checkpoints.prepare_pass()
 
     def _warn_of_sampler(self, loader: Any) -> None:
-        """Warn once if a resume may not be able to repeat the random numbers of the loader's sampler."""
+        """Warn once if a resume may not be able to repeat the random numbers of the loader's sampler.
+
+        A sampler draws the order of samples. A resume draws the order again, and skips what was done.
+        """
         sampler = find_unrepeatable_sampler(loader)
         if not sampler or self._has_warned_of_sampler:
             return
@@ -157,7 +160,9 @@ class StepLoop:
         )
 
     def _refuse_different_passes(self, loader: Any, name: str, save_every: int) -> None:
-        """Raise UsageError on every rank if the ranks begin different passes. This is a collective call.
+        """Raise UsageError on every rank if the ranks begin different passes.
+
+        This is a collective call: all ranks must make it.
 
         Ranks in different passes would wait for each other forever.
         """
@@ -246,7 +251,10 @@ class StepLoop:
         return saves_now
 
     def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
-        """Save the state if all ranks agree that a save is due. This is a collective call."""
+        """Save the state if all ranks agree that a save is due.
+
+        This is a collective call: all ranks must make it.
+        """
         if self._agree_on_save(save_every):  # the same on all ranks
             self.save_now(at_start=at_start)
 
@@ -272,7 +280,9 @@ class StepLoop:
         return True
 
     def _agree_to_wait(self) -> bool:
-        """Return whether a due save must wait because a rank cannot save yet. This is a collective call.
+        """Return whether a due save must wait because a rank cannot save yet.
+
+        This is a collective call: all ranks must make it.
 
         A checkpoint does not contain gradients. So a rank cannot save while its optimizer has not used the
         latest gradients. It also cannot save at the end of a loader that could not continue from its state.
@@ -282,7 +292,9 @@ class StepLoop:
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
     def request_save(self) -> None:
-        """Save as soon as possible: now, or at the end of a step. This is a collective call.
+        """Save as soon as possible: now, or at the end of a step.
+
+        This is a collective call: all ranks must make it.
 
         Raises
         ------
@@ -304,7 +316,10 @@ class StepLoop:
             self.save_now()
 
     def save_now(self, *, at_start: bool = False) -> None:
-        """Save the state. After a request to stop, end the program. This is a collective call."""
+        """Save the state. After a request to stop, end the program.
+
+        This is a collective call: all ranks must make it.
+        """
         self._checkpoints.write(at_start=at_start)
         if self._connection.stop:
             self._checkpoints.leave()  # raises SystemExit

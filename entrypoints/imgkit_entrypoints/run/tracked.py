@@ -117,7 +117,7 @@ class TrackedObjects:
     def snapshot(self, ranks: Ranks, call: str) -> Snapshot:
         """Compare the states between the ranks, and return them in the form for a checkpoint.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -199,7 +199,9 @@ class TrackedObjects:
                 raise _difference_error(stateful, name, path, latest, call)
 
     def load(self, checkpoint: Checkpoint, rank_values: Mapping[str, bytes]) -> None:
-        """Load the state of every object from a checkpoint, one after the other. This is a collective call.
+        """Load the state of every object from a checkpoint, one after the other.
+
+        This is a collective call: all ranks must make it.
 
         Parameters
         ----------
