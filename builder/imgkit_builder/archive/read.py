@@ -153,22 +153,22 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
     CheckFailed : the archive is damaged or cut short.
     UsageError : the archive has far more members than an image.
     """
-    result: Members[File] = Members()
+    members: Members[File] = Members()
     for index, member in enumerate(stream):
         if index >= MAX_MEMBERS:  # a hostile archive may have endless members to fill the memory
             raise _no_image_error(f"it has more than {MAX_MEMBERS} members", where)
         name = posixpath.normpath(member.name)
         if member.kind == REGULAR:
             # Call `store` now: the content can be read only before the next member.
-            result.files[name] = store(member)
+            members.files[name] = store(member)
         # Docker before 25 stores a layer that occurs twice as a link to the first one.
         elif member.kind == HARD_LINK:
-            result.links[name] = posixpath.normpath(member.link)
+            members.links[name] = posixpath.normpath(member.link)
         elif member.kind == SYMLINK:
             # The target of a symlink is relative to the folder of the link.
             target = posixpath.join(posixpath.dirname(name), member.link)
-            result.links[name] = posixpath.normpath(target)
-    return result
+            members.links[name] = posixpath.normpath(target)
+    return members
 
 
 def select_image(find: Find[File], *, where: str) -> SelectedImage[File]:
@@ -277,11 +277,11 @@ class _Selector(Generic[File]):
 
         `named_by` is the file that lists these names. It is used in messages about a missing file.
         """
-        raw = self._read_document(config, named_by)
+        config_json = self._read_document(config, named_by)
         # Look for the layers before parsing the configuration. If both fail, a missing layer explains more.
         layer_files = tuple((layer, self._require_file(layer, named_by)) for layer in layers)
         with self._explain_errors(config):
-            parsed = parse_config(raw, where=self._where)
+            parsed = parse_config(config_json, where=self._where)
         return SelectedImage(config=parsed, config_name=config, layers=layer_files, names=tags)
 
     def _require_file(self, name: str, named_by: str) -> File:
@@ -298,14 +298,14 @@ class _Selector(Generic[File]):
         ------
         CheckFailed : the file is missing, or so large that it cannot describe an image.
         """
-        raw = self._require_file(name, named_by).document()
-        if raw is None:
+        document = self._require_file(name, named_by).document()
+        if document is None:
             size = f"{MAX_JSON_BYTES >> 20} MiB"
             raise CheckFailed(
                 f"{name} has more than {size} or is not JSON: it does not describe an image",
                 where=self._where,
             )
-        return raw
+        return document
 
     def _read_json(self, name: str, named_by: str = "") -> Any:
         """Return the parsed JSON file `name`.
@@ -316,12 +316,12 @@ class _Selector(Generic[File]):
         ------
         CheckFailed : the file is missing, has a wrong digest, or is not JSON.
         """
-        raw = self._read_document(name, named_by)
-        sha256 = hashlib.sha256(raw).hexdigest()
+        json_bytes = self._read_document(name, named_by)
+        sha256 = hashlib.sha256(json_bytes).hexdigest()
         if name.startswith(_BLOBS) and name != _BLOBS + sha256:
             raise self._error(f"{name} is damaged: its sha256 is {sha256}")
         try:
-            return json_text.parse(raw)
+            return json_text.parse(json_bytes)
         except ValueError as error:
             raise self._error(f"{name} is not JSON: {error}") from error
 
@@ -397,8 +397,8 @@ def _is_attestation(entry: Any) -> bool:
 def _get_tag(entry: Any) -> Any:
     """Return the name or tag in an entry of an OCI index, or None."""
     # containerd writes the full name of the image, skopeo only the tag.
-    values = _get_annotations(entry)
-    return values.get("io.containerd.image.name") or values.get("org.opencontainers.image.ref.name")
+    annotations = _get_annotations(entry)
+    return annotations.get("io.containerd.image.name") or annotations.get("org.opencontainers.image.ref.name")
 
 
 def _to_texts(values: Any) -> tuple[str, ...]:
@@ -614,11 +614,11 @@ def _hash_file(
     stored = hashlib.sha256()
     unpacked = hashlib.sha256()
     gunzip = compressed.Gunzip(name)
-    data = bytearray()
+    kept_bytes = bytearray()
     for piece in pieces:
         stored.update(piece)
         if is_kept:
-            data += piece
+            kept_bytes += piece
         if compress == "gzip":
             for plain in gunzip.feed(piece):
                 allowance.add_unpacked(len(plain))  # raises an error if the archive unpacks to too much
@@ -630,4 +630,4 @@ def _hash_file(
         diff_id = f"sha256:{unpacked.hexdigest()}"
     elif compress == "none":
         diff_id = f"sha256:{sha256}"
-    return HashedFile(sha256=sha256, diff_id=diff_id, data=bytes(data) if is_kept else None)
+    return HashedFile(sha256=sha256, diff_id=diff_id, data=bytes(kept_bytes) if is_kept else None)

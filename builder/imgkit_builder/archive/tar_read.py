@@ -274,19 +274,19 @@ class TarStream:
         pax = member.pax
         if member.header[_KIND] == _GNU_SPARSE:
             content_bytes = _parse_count(member.header[_OLD_CONTENT_SIZE])
-            blocks, numbers = self._read_old_map(member.header)
-            return _SparseMap(content_bytes, numbers, blocks, body_bytes=member.size_bytes)
+            blocks, map_numbers = self._read_old_map(member.header)
+            return _SparseMap(content_bytes, map_numbers, blocks, body_bytes=member.size_bytes)
         if "GNU.sparse.map" in pax:
             content_bytes = _parse_decimal(pax.get("GNU.sparse.size"))
-            numbers = [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
-            return _SparseMap(content_bytes, numbers, [], body_bytes=member.size_bytes)
+            map_numbers = [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
+            return _SparseMap(content_bytes, map_numbers, [], body_bytes=member.size_bytes)
         if "GNU.sparse.major" in pax:
             content_bytes = _parse_decimal(pax.get("GNU.sparse.realsize"))
-            blocks, numbers = self._read_map_in_body(member.size_bytes)
+            blocks, map_numbers = self._read_map_in_body(member.size_bytes)
             # In the archive, the body begins with the map. The map is not a part of the file. In the other
             # formats, all of the body belongs to the file.
             body_bytes = member.size_bytes - len(blocks) * BLOCK_BYTES
-            return _SparseMap(content_bytes, numbers, blocks, body_bytes)
+            return _SparseMap(content_bytes, map_numbers, blocks, body_bytes)
         # Format 0.1 has this key, too, so it must be recognized before. Format 0.0 repeats a key for each
         # part, but `pax` keeps only the last value of a key.
         if "GNU.sparse.numblocks" in pax:
@@ -326,12 +326,12 @@ class TarStream:
             blocks.append(block)
             table += block[_OLD_MAP_IN_BLOCK]
             has_more = block[_OLD_MAP_GOES_ON_IN_BLOCK]
-        numbers: list[int] = []
+        map_numbers: list[int] = []
         for offset, size in _OLD_PART.iter_unpack(table):
             # An unused part consists of zero bytes.
             if offset.strip(b"\0") or size.strip(b"\0"):
-                numbers += (_parse_count(offset), _parse_count(size))
-        return blocks, numbers
+                map_numbers += (_parse_count(offset), _parse_count(size))
+        return blocks, map_numbers
 
     def _read_map_in_body(self, body_bytes: int) -> tuple[list[bytes], list[int]]:
         """Read the map of a sparse file in format 1.0, which is text at the beginning of the body.
@@ -698,11 +698,11 @@ def _verify_checksum(header: bytes) -> None:
     if header[MAGIC] != b"ustar ":  # not GNU: the prefix is a path as it should be
         return
     # GNU stores times and sizes as octal digits, or in binary, which is not ASCII.
-    numbers = header[_PREFIX]
+    number_fields = header[_PREFIX]
     if header[_KIND] == _GNU_SPARSE:
         # Check only up to the end of the map. A flag byte, which is not a digit, and the file's size follow.
-        numbers = header[_PREFIX.start : _OLD_MAP.stop]
-    if numbers.strip(b"\0 01234567") and numbers.isascii():
+        number_fields = header[_PREFIX.start : _OLD_MAP.stop]
+    if number_fields.strip(b"\0 01234567") and number_fields.isascii():
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
 
 
