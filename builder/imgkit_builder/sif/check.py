@@ -73,10 +73,10 @@ def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
     CheckFailed : the output is not the expected JSON.
     """
     # `on_line` ignores the lines, so that the JSON does not appear on the user's screen.
-    output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
+    inspect_output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
     try:
         # Warnings of the runtime may come before the JSON.
-        document = json_text.first_object(output)
+        document = json_text.first_object(inspect_output)
         return dict(document["data"]["attributes"]["labels"] or {})
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable_labels_error(path, error) from error
@@ -106,7 +106,7 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
     isolated = isolation(tool)
     job.clock.note(isolated.description(program))
     try:
-        output = job.run(*exec_arguments(path, (program, *arguments), isolated))
+        program_output = job.run(*exec_arguments(path, (program, *arguments), isolated))
     except ToolFailed as error:
         may_lack_program = not has_manifest and not is_built
         # Only this one message shows that the runtime has mounted the image. Any other error is a real one.
@@ -115,7 +115,7 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
             return
         raise _start_error(program, error) from error
     if has_manifest:
-        _check_manifest(output, config.labels, path)
+        _check_manifest(program_output, config.labels, path)
 
 
 def _start_error(program: str, error: ToolFailed) -> ToolFailed:

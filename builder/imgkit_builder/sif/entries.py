@@ -688,11 +688,11 @@ def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> Imag
     if not relevant_names:
         return entry
     # A large file is not read, which limits memory. None tells the collector that the file was skipped.
-    data = None
+    content = None
     if entry.size_bytes <= MAX_FILE_BYTES:
-        data = entry.read()
+        content = entry.read()
     for name in relevant_names:
-        collector.add(name, data)
-    if data is None:
+        collector.add(name, content)
+    if content is None:
         return entry
-    return entry.with_read_content(data)
+    return entry.with_read_content(content)

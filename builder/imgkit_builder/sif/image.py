@@ -369,10 +369,10 @@ def _read_header(path: Path, stream: BinaryIO) -> Header:
     ------
     CheckFailed : the file is not a .sif, or its header describes an impossible table.
     """
-    raw = stream.read(HEADER.size)
-    if len(raw) < HEADER.size or not raw.startswith(MAGIC, MAGIC_OFFSET):
+    header_bytes = stream.read(HEADER.size)
+    if len(header_bytes) < HEADER.size or not header_bytes.startswith(MAGIC, MAGIC_OFFSET):
         raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
-    header = Header._make(HEADER.unpack(raw))
+    header = Header._make(HEADER.unpack(header_bytes))
     is_count_possible = 0 <= header.free <= header.total <= _MAX_DESCRIPTORS
     is_table_behind_header = header.table_offset >= HEADER.size
     is_table_large_enough = header.table_bytes >= header.total * DESCRIPTOR.size

@@ -116,20 +116,20 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
     for folder, runtime_name in itertools.product(folders, _RUNTIMES):
         try:
             with files.open_regular(folder / runtime_name / f"{runtime_name}.conf") as stream:
-                text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
+                config_text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
         except OSError:  # most of these files do not exist
             continue
-        values = _CONFIGURED_PATH.findall(text)
-        if values:
-            path = values[-1]  # if the setting is repeated, the last line is valid
+        configured_paths = _CONFIGURED_PATH.findall(config_text)
+        if configured_paths:
+            path = configured_paths[-1]  # if the setting is repeated, the last line is valid
             # First take the value as a program, then as a folder.
             yield shutil.which(path) or shutil.which("mksquashfs", path=path)
 
 
 def read_version(program: Path) -> str:
     """Return the version that ``mksquashfs -version`` prints, or ``"unknown"``."""
-    output = run([program, "-version"], check=False).output
-    match = re.search(r" version (\S+)", output)  # "mksquashfs version 4.5.1 (2022/03/17)"
+    version_output = run([program, "-version"], check=False).output
+    match = re.search(r" version (\S+)", version_output)  # "mksquashfs version 4.5.1 (2022/03/17)"
     if match is None:
         return "unknown"
     return match[1]

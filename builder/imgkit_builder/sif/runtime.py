@@ -149,13 +149,13 @@ def setting(tool: RuntimeTool, name: str) -> str:
     if match is None:
         return ""
     try:
-        text = files.read_text(Path(match[1]), errors="replace")
+        config_text = files.read_text(Path(match[1]), errors="replace")
     except OSError:
         return ""
-    values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
-    if not values:
+    setting_values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", config_text, re.MULTILINE)
+    if not setting_values:
         return ""
-    return str(values[-1])  # if the setting is repeated, the last line is valid
+    return str(setting_values[-1])  # if the setting is repeated, the last line is valid
 
 
 def runtime_if_any(command: str | None) -> RuntimeTool | None:
@@ -332,11 +332,11 @@ def scratch_env(folder: Path) -> dict[str, str]:
     cache = folder / "cache"
     temporary.mkdir(exist_ok=True)
     cache.mkdir(exist_ok=True)
-    values = {"TMPDIR": str(temporary)}
+    variables = {"TMPDIR": str(temporary)}
     for prefix in ("APPTAINER", "SINGULARITY"):
-        values[f"{prefix}_TMPDIR"] = str(temporary)
-        values[f"{prefix}_CACHEDIR"] = str(cache)
-    return values
+        variables[f"{prefix}_TMPDIR"] = str(temporary)
+        variables[f"{prefix}_CACHEDIR"] = str(cache)
+    return variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,8 +372,8 @@ def isolation(tool: RuntimeTool) -> Isolation:
     with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
         for name in ("dev", "proc", "sys", "tmp"):
             (Path(empty) / name).mkdir()
-        result = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
-    is_refused = "network" in result.output.lower()
+        attempt = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
+    is_refused = "network" in attempt.output.lower()
     return Isolation(network=is_refused)
 
 

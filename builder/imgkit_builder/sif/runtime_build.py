@@ -78,9 +78,9 @@ def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
     """
     job.clock.stage(f"build with {tool}")
     arguments = build_arguments(tool, job.compression, job.work.part, oci_address(name))
-    output = job.run(*arguments)
+    build_output = job.run(*arguments)
     log_hint = f"the full log: {job.log.name}"
-    if EMPTY_IMAGE in output:
+    if EMPTY_IMAGE in build_output:
         raise ToolFailed(
             f"{tool} did not read the layers: it found no programs in the image ({EMPTY_IMAGE!r})",
             hint=f"another version of it, or install mksquashfs and use --writer imgkit; {log_hint}",

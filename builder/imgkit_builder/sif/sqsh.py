@@ -346,10 +346,10 @@ def read_record(path: Path) -> ImgkitRecord | None:
     ------
     CheckFailed : its record is damaged.
     """
-    text = _read_record_text(path)
-    if text is None:
+    record_text = _read_record_text(path)
+    if record_text is None:
         return None
-    return image.parse_record(path, text)
+    return image.parse_record(path, record_text)
 
 
 def _read_record_text(path: Path) -> bytes | None:
@@ -357,10 +357,10 @@ def _read_record_text(path: Path) -> bytes | None:
     with files.open_regular(path) as stream:
         if not files.has_trailer(stream, MARK):
             return None
-        text = files.read_trailer(stream, 0, os.fstat(stream.fileno()).st_size, MARK)
-    if text is None:
+        record_text = files.read_trailer(stream, 0, os.fstat(stream.fileno()).st_size, MARK)
+    if record_text is None:
         raise CheckFailed("its record is damaged", where=str(path), hint="copy it again")
-    return text
+    return record_text
 
 
 def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:

@@ -702,10 +702,10 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
     """
     (header,) = _read_struct(stream, _BLOCK_HEADER, position)
     size = header & (_PLAIN - 1)  # the size without the bit for uncompressed blocks
-    data = stream.read(size)
-    if not header & _PLAIN or len(data) < size:
+    content = stream.read(size)
+    if not header & _PLAIN or len(content) < size:
         raise ValueError("a compressed block, or cut short")
-    return data
+    return content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,9 +95,9 @@ class Squashfs:
             unpacked = folder / "files"
             self.unpack(unpacked, "-ef", str(pattern_file))
             for name in names:
-                data = _read_small_file(unpacked, name)
-                if data is not None:
-                    contents[name] = data
+                content = _read_small_file(unpacked, name)
+                if content is not None:
+                    contents[name] = content
         return contents
 
     def unpack(self, folder: Path, *options: str) -> None:
@@ -136,10 +136,10 @@ def _read_small_file(root: Path, name: str) -> bytes | None:
         return None
     path.chmod(0o600)  # an image has files that only root may read
     with files.open_regular(path) as stream:
-        data = stream.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
+        content = stream.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
         return None
-    return data
+    return content
 
 
 def _find_unsquashfs() -> str:
