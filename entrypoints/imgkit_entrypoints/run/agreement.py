@@ -239,8 +239,8 @@ class Agreement:
         # different numbers of steps explains more.
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
         # The hashes only show that ranks differ. Gather the values themselves for the message.
-        rows = self._ranks.gather((sent.step, sent.call), call=call)
-        steps, calls = zip(*rows, strict=True)
+        steps_and_calls = self._ranks.gather((sent.step, sent.call), call=call)
+        steps, calls = zip(*steps_and_calls, strict=True)
         if len(set(steps)) == 1:
             refuse_different_calls(calls)
         raise CheckFailed(
@@ -385,17 +385,17 @@ class NumberLog:
         if self._metrics is None or not self._names or not count:
             return
         steps_per_s = self._steps / self._seconds if self._seconds else 0.0
-        values: dict[str, Any] = {"time": utc_timestamp(), "step": step}
-        values["epoch"] = self._epochs()
-        values["steps_per_s"] = steps_per_s
+        line_values: dict[str, Any] = {"time": utc_timestamp(), "step": step}
+        line_values["epoch"] = self._epochs()
+        line_values["steps_per_s"] = steps_per_s
         line = f"step {step}"
         # `sums` has `MAX_NAMES` items. Those after the last name are unused.
         for name, total in zip(self._names, sums, strict=False):
             mean = total / count
             line += f"  {name} {mean:.6g}"
-            values[name] = mean if math.isfinite(mean) else None  # JSON has no NaN
+            line_values[name] = mean if math.isfinite(mean) else None  # JSON has no NaN
         terminal.print_results(f"{line}  {steps_per_s:.1f} steps/s")
-        self._metrics.add(values)
+        self._metrics.add(line_values)
         self._last_line_s = time.monotonic()
         self._reset_line()
 

@@ -140,10 +140,10 @@ class CallWatch:
         keys = [str(rank) for rank in range(self._ranks.world_size)]
         if not self._store.check(keys):  # reading a missing key would block the store
             return []
-        texts = [self._store.get(key) for key in keys]
-        if not all(texts):
+        published_texts = [self._store.get(key) for key in keys]
+        if not all(published_texts):
             return []
-        return [RankState(*json_text.parse(text)) for text in texts]
+        return [RankState(*json_text.parse(text)) for text in published_texts]
 
     def _end_process(self, verdict: str) -> None:
         """Report that the ranks wait in different calls, and end this process.

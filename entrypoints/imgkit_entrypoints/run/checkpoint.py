@@ -195,8 +195,8 @@ class CheckpointWriter:
             if is_dtensor(tensor):
                 local_tensors[key] = tensor.to_local()
         copies = self._copies.start_copy(local_tensors)
-        state = {**tensors, **values}
-        self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
+        items_to_write = {**tensors, **values}
+        self._thread = threading.Thread(target=self._write, args=(step, items_to_write, copies, writers))
         self._thread.start()
 
     def _write(self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
@@ -437,16 +437,16 @@ class Checkpoint:
 
     def read_tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return complete tensors in host memory. Rank 0 reads them for all ranks in a collective call."""
-        tensors = {}
+        tensor_by_key = {}
         for key in keys:
             info = self.tensors[key]
-            tensors[key] = torch.empty(info.shape, dtype=info.dtype)
+            tensor_by_key[key] = torch.empty(info.shape, dtype=info.dtype)
         # The folder may be on a disk of rank 0's node, so only rank 0 reads it and sends the result.
-        if self._ranks.rank == 0 and tensors:
-            self._load(tensors)
-        for tensor in tensors.values():
+        if self._ranks.rank == 0 and tensor_by_key:
+            self._load(tensor_by_key)
+        for tensor in tensor_by_key.values():
             self._ranks.broadcast_tensor(tensor)
-        return tensors
+        return tensor_by_key
 
     def read_rank_value(self) -> Any:
         """Return the value that this rank has saved for itself.
@@ -458,11 +458,11 @@ class Checkpoint:
         keys = [f"{RANK_PREFIX}{rank}" for rank in range(self.world_size)]
         if self.world_size != self._ranks.world_size:
             keys = [f"{RANK_PREFIX}0"] * self._ranks.world_size
-        values: dict[str, bytes] = {}
+        values_by_key: dict[str, bytes] = {}
         if self._ranks.rank == 0:
-            values = self._load(dict.fromkeys(keys, b""))
-        data = self._ranks.scatter([values.get(key) for key in keys])
-        return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
+            values_by_key = self._load(dict.fromkeys(keys, b""))
+        own_value = self._ranks.scatter([values_by_key.get(key) for key in keys])
+        return pickle.loads(own_value)  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def _load(self, values: dict[str, Any]) -> dict[str, Any]:
         """Replace the value of each key in `values` by the value in the checkpoint, and return `values`.
@@ -619,12 +619,12 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
     ranks.gather(None, call="run.restore")
     # A network file system may show a new folder on other nodes only after some seconds.
     is_seen = disk.wait_until(probe.exists, PATIENCE_S)
-    rows = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
+    sightings = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
     if ranks.rank == 0:
         probe.rmdir()
-    missing_hosts = sorted({host for host, is_seen_there in rows if not is_seen_there})
+    missing_hosts = sorted({host for host, is_seen_there in sightings if not is_seen_there})
     if missing_hosts:
-        first_host, _ = rows[0]
+        first_host, _ = sightings[0]
         raise UsageError(
             f"sharded state needs a folder that all ranks see, and rank 0 on {first_host} does not share "
             f"this one with {', '.join(missing_hosts)}",

@@ -149,9 +149,9 @@ def _find_fsdp_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups of a module, or ``[]`` if FSDP2 does not shard the module."""
     if not hasattr(module, "_get_fsdp_state"):
         return []
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
+    fsdp_state = module._get_fsdp_state()
+    groups = getattr(fsdp_state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)  # older releases have one group per module
+    group = getattr(fsdp_state, "_fsdp_param_group", None)  # older releases have one group per module
     return [] if group is None else [group]

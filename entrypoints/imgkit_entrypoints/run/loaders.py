@@ -144,9 +144,9 @@ def describe_sampler(loader: Any) -> str:
         return ""
     options = []
     for name in ORDER_OPTIONS:
-        value = getattr(sampler, name, None)
-        if isinstance(value, int):  # a bool is an int, too
-            options.append(f"{name}={value}")
+        option_value = getattr(sampler, name, None)
+        if isinstance(option_value, int):  # a bool is an int, too
+            options.append(f"{name}={option_value}")
     return f"{type(sampler).__name__}({', '.join(options)})"
 
 

@@ -171,9 +171,9 @@ def ranks_by_value(values: Sequence[object]) -> str:
     ranks_of: dict[object, list[str]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(str(rank))
-    texts = []
+    parts = []
     for value in sorted(ranks_of, key=lambda value: (len(ranks_of[value]), str(value))):
         ranks = ranks_of[value]
         noun = "rank" if len(ranks) == 1 else "ranks"
-        texts.append(f"{noun} {', '.join(ranks)}: {value}")
-    return ", ".join(texts)
+        parts.append(f"{noun} {', '.join(ranks)}: {value}")
+    return ", ".join(parts)

@@ -325,9 +325,9 @@ class Run:
         draws do not change those of the training.
         """
         self._connection.agreement.wait_for_ranks(self._position.step, "run.pause")
-        state = random_state.capture()
+        random_before = random_state.capture()
         yield
-        random_state.restore(state)
+        random_state.restore(random_before)
         # Otherwise the time of the pause would count for the next step.
         self._loop.start_clock()
 

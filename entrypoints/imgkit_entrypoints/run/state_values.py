@@ -39,7 +39,7 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
     buffers. For an optimizer, it includes all values. For other objects, it does not include large tensors
     and tensors of fractions. A result with too many items is replaced by one digest under the path ``""``.
     """
-    texts: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     bit_sums: dict[str, Tensor] = {}
     for path, leaf in _list_compared_leaves(stateful, state).items():
         if has_weights(stateful) and _can_sum_bits(leaf):
@@ -47,13 +47,13 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
             continue
         description = _describe_value(leaf)
         if description:  # otherwise the value may differ between the ranks
-            texts[path] = description
+            descriptions[path] = description
     # Read all sums together at the end: each copy from a GPU would wait for the GPU.
     for path, bit_sum in _read_numbers(bit_sums).items():
-        texts[path] = f"bits {bit_sum:x}"
-    if len(texts) > MAX_COMPARED:  # the ranks send the result to each other, so it must stay small
-        return {"": digest_text(repr(texts))}
-    return texts
+        descriptions[path] = f"bits {bit_sum:x}"
+    if len(descriptions) > MAX_COMPARED:  # the ranks send the result to each other, so it must stay small
+        return {"": digest_text(repr(descriptions))}
+    return descriptions
 
 
 def _list_compared_leaves(stateful: Any, state: Any) -> dict[str, Any]:
@@ -91,11 +91,11 @@ def _sum_bits(tensor: Tensor) -> Tensor:
     Equal tensors have equal sums. So the ranks compare one number instead of all weights. The result is on
     the device of the tensor.
     """
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values)
+    elements = tensor.detach()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements)
     # The bits are read as integers, because a sum of fractions is rounded and depends on the order.
-    integers = values.view(_INTEGER_TYPES[values.element_size()])
+    integers = elements.view(_INTEGER_TYPES[elements.element_size()])
     # Bytes in memory can be read as larger words only without gaps between them.
     if not integers.is_contiguous():
         return integers.sum(dtype=torch.int64)
@@ -119,11 +119,11 @@ def _read_numbers(numbers: Mapping[str, Tensor]) -> dict[str, int]:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for path, number in numbers.items():
         by_device.setdefault(number.device, {})[path] = number
-    host_numbers: dict[str, int] = {}
+    number_by_path: dict[str, int] = {}
     for device_numbers in by_device.values():
-        values = torch.stack([*device_numbers.values()]).tolist()
-        host_numbers.update(zip(device_numbers, values, strict=True))
-    return host_numbers
+        numbers_on_host = torch.stack([*device_numbers.values()]).tolist()
+        number_by_path.update(zip(device_numbers, numbers_on_host, strict=True))
+    return number_by_path
 
 
 def digest_state(state: Any) -> str:

@@ -136,8 +136,8 @@ class TrackedObjects:
                 self._add_state(snapshot, name, is_compared=is_compared)
         except UsageError as own_error:  # raised below, because the other ranks wait for this rank's report
             error = own_error
-        names = ", ".join(sorted(self.objects)) or "nothing"
-        reports = ranks.gather(_RankReport(names, snapshot.digests, error), call=call)
+        own_names = ", ".join(sorted(self.objects)) or "nothing"
+        reports = ranks.gather(_RankReport(own_names, snapshot.digests, error), call=call)
         _refuse_bad_reports(reports, call)
         # All ranks have the same reports, so they all call `_refuse_difference`, a collective call, or none.
         for name in sorted(snapshot.digests):
@@ -186,10 +186,10 @@ class TrackedObjects:
         collective call: all ranks must make it, and do so if the digests of their states differ.
         """
         stateful = self.objects[name]
-        values = describe_values(stateful, state_of(name, stateful))
+        own_values = describe_values(stateful, state_of(name, stateful))
         # The first values are those from `run.track` or from the last restore.
-        rows = ranks.gather((self._first_values[name], values), call=call)
-        first_values, latest_values = zip(*rows, strict=True)
+        values_of_ranks = ranks.gather((self._first_values[name], own_values), call=call)
+        first_values, latest_values = zip(*values_of_ranks, strict=True)
         paths = set[str]().union(*first_values, *latest_values)
         # One path, such as "['last_epoch']", with the values of all ranks at a time.
         for path in sorted(paths):
@@ -370,10 +370,10 @@ def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise UsageError(f"rank {rank}: {report.error.what}", where=call, hint=report.error.hint)
-    names = [report.names for report in reports]
-    if len(set(names)) > 1:
+    names_of_ranks = [report.names for report in reports]
+    if len(set(names_of_ranks)) > 1:
         raise UsageError(
-            f"the ranks track different objects: {ranks_by_value(names)}",
+            f"the ranks track different objects: {ranks_by_value(names_of_ranks)}",
             where=call,
             hint="all ranks must track the same names",
         )
