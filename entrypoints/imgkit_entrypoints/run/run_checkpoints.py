@@ -245,10 +245,10 @@ class RunCheckpoints:
         changes = [name for name, digest in digests.items() if digest != restored_digests[name]]
         # Every rank gets the changes of all ranks, so that all raise the same error.
         changes_of_ranks = self._connection.ranks.gather(changes, call="run.steps")
-        changed_names = set[str]().union(*changes_of_ranks)
-        if changed_names:
+        names = set[str]().union(*changes_of_ranks)
+        if names:
             raise UsageError(
-                f"{list_first_names(sorted(changed_names))} changed between run.restore and run.steps, where a pass "
+                f"{list_first_names(sorted(names))} changed between run.restore and run.steps, where a pass "
                 f"goes on after {self.position.batch} batches: without a stop, this change comes only before "
                 "the pass",
                 where="run.steps",
