@@ -415,7 +415,10 @@ def _read_data(stream: BinaryIO, descriptor: Descriptor) -> bytes:
 
 
 def read_object(image: SifImage, descriptor: Descriptor) -> bytes:
-    """Return the content of a small data object (at most 4 MiB of it)."""
+    """Return the content of a small data object (at most 4 MiB of it).
+
+    `image` was parsed earlier. `descriptor` has the position of the object in the file.
+    """
     with files.open_regular(image.path) as stream:
         return _read_data(stream, descriptor)
 
@@ -423,9 +426,10 @@ def read_object(image: SifImage, descriptor: Descriptor) -> bytes:
 def record_text(record: ImgkitRecord) -> bytes:
     """Return the JSON of `record`."""
     values = dataclasses.asdict(record)
-    # Only the record of a .sqsh has an architecture.
+    # Only the record of a .sqsh has an architecture. A .sif has it in its header.
     if not record.arch:
         del values["arch"]
+    # `seal` adds a digest of the values, which `parse_record` checks.
     values = json_text.seal({"schema": RECORD_SCHEMA, **values})
     return json.dumps(values, indent=1, sort_keys=True).encode()
 
@@ -445,7 +449,7 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
                 where=str(path),
                 hint="convert the image again with this version: imgkit sif; or update imgkit",
             )
-        json_text.unseal(values)
+        json_text.unseal(values)  # checks the digest of the values, and removes it
         # The version of the form is not a field of `ImgkitRecord`, which is built from `values` below.
         del values["schema"]
         record: ImgkitRecord = json_text.build_value(ImgkitRecord, values, "it", closed=True)
@@ -476,9 +480,10 @@ def identify(path: Path, sif: SifImage) -> tuple[str, str]:
     """Return the image id of the .sif `path`, and the hex digest of its root partition.
 
     `sif` is the parsed file. A .sif that another tool wrote contains no image id. Then the id is made from
-    the digest: ``sha256:DIGEST``.
+    the digest: ``sha256:DIGEST``. If imgkit wrote the file, the digest is the recorded one, and the root
+    partition is not read.
     """
-    if sif.record is None:
+    if sif.record is None:  # another tool wrote the file
         digest = root_sha256(path)
         return f"sha256:{digest}", digest
     digest = sif.record.root_sha256
@@ -511,6 +516,7 @@ def check_structure(path: Path) -> SifImage:
     superblock = root_superblock(sif)
     if superblock is None:
         raise CheckFailed("a .sif was written without a squashfs root partition", where=str(path))
+    # The superblock, the header of the squashfs, says how many bytes the squashfs has.
     root_bytes = sif.require_root().size_bytes
     if superblock.used_bytes > root_bytes:
         raise CheckFailed(

@@ -146,7 +146,7 @@ def setting(tool: RuntimeTool, name: str) -> str:
     build_config = _ask(tool.path, "buildcfg").output
     # "APPTAINER_CONF_FILE=/etc/apptainer/apptainer.conf"
     match = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", build_config, re.MULTILINE)
-    if match is None:
+    if match is None:  # a runtime without the command `buildcfg`
         return ""
     try:
         config_text = files.read_text(Path(match[1]), errors="replace")

@@ -326,7 +326,8 @@ def check_structure(path: Path) -> Superblock:
             hint="copy it again",
         )
     with files.open_regular(path) as stream:
-        # After the squashfs, a file of another program has only padding, and a file of imgkit has a record.
+        # After the squashfs, a file of another program has only padding, and a file of imgkit has a record
+        # (the source of the file, and how it was made).
         stream.seek(superblock.used_bytes)
         is_padding = not stream.read(_PADDING_BYTES).strip(b"\0")
         has_record = files.has_trailer(stream, MARK)
@@ -342,6 +343,8 @@ def check_structure(path: Path) -> Superblock:
 def read_record(path: Path) -> ImgkitRecord | None:
     """Return imgkit's record of the .sqsh `path`, or None if another program wrote the file.
 
+    The record says from which image and how imgkit made the file.
+
     Raises
     ------
     CheckFailed : its record is damaged.
@@ -353,7 +356,12 @@ def read_record(path: Path) -> ImgkitRecord | None:
 
 
 def _read_record_text(path: Path) -> bytes | None:
-    """Return the JSON of the record at the end of the .sqsh `path`, or None if the file has none."""
+    """Return the JSON of the record at the end of the .sqsh `path`, or None if the file has none.
+
+    Raises
+    ------
+    CheckFailed : the record is damaged.
+    """
     with files.open_regular(path) as stream:
         if not files.has_trailer(stream, MARK):
             return None
@@ -416,6 +424,7 @@ class Sqsh(Format):
         """Append the record with the squashfs' digest. Return the record and the checksum of the file."""
         with files.open_regular(path) as stream:
             digest = files.start_sha256(stream, 0, path.stat().st_size, advance=advance)
+        # Until now, the file is only the squashfs. Store its digest before the record is appended.
         record = dataclasses.replace(record, root_sha256=digest.hexdigest())
         trailer = files.make_trailer(image.record_text(record), MARK)
         files.append_file(path, trailer)

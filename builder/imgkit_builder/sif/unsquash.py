@@ -188,7 +188,8 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
     """
     names = tuple(names)  # an iterator could be used only for the first squashfs
     contents: dict[str, bytes] = {}
-    # From the bottom to the top, so that a file of an overlay replaces the file below it.
+    # `open_squashfs` returns the top first. Read from the bottom to the top, so that a file of an overlay (a
+    # second squashfs that is mounted over the image) replaces the file below it.
     for squashfs in reversed(open_squashfs(path)):
         contents |= squashfs.read(names)
     return contents
