@@ -236,6 +236,7 @@ def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
                 job = pool.submit(_unpack_batch, plain)
                 # While the caller uses these bytes, the thread unpacks the next batch.
                 yield from previous_batch
+                # Only now the thread has finished with `plain`, so the next chunk may be given to `gunzip`.
                 previous_batch, has_more = job.result()
     yield from previous_batch
     yield gunzip.finish()

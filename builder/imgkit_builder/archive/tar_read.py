@@ -380,7 +380,7 @@ class TarStream:
         count = self._unread + self._padding
         # The bytes in `_pending` are already in memory. Only the bytes after them can be skipped in the file.
         count_in_file = count - len(self._pending)
-        if self._jump is not None and count_in_file > 0:
+        if self._jump is not None and count_in_file > 0:  # `_jump` is None for a stream that cannot skip
             self.position += count
             self._pending = memoryview(b"")
             self._jump(count_in_file)
@@ -396,7 +396,7 @@ class TarStream:
             chunk = next(self._chunks, None)
             if chunk is None:
                 raise self._damage_error("cut short")
-            # Slices of a memoryview do not copy the bytes.
+            # Slices of a memoryview do not copy the bytes. The loop repeats if the chunk is empty.
             self._pending = memoryview(chunk)
         available = self._pending[:most]
         self._pending = self._pending[most:]
@@ -579,6 +579,7 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
     kind = header[_KIND]
     if kind in _REGULAR_KINDS:
         kind = REGULAR
+    # With a wrong size, the bytes of the body would be taken for the next header.
     if kind in _BODILESS_KINDS:
         size = 0  # some programs write a size for links, although links have no body
     elif "size" in pax:

@@ -174,6 +174,7 @@ def remove_leftovers(target: Path) -> None:
 
 def _lock(stream: BinaryIO) -> None:
     """Lock the file while this run writes it, so that `remove_leftovers` of another run leaves it alone."""
+    # Some file systems have no locks. Then the file is written without one.
     with contextlib.suppress(OSError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
