@@ -781,7 +781,8 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
 def _find_index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:
     """Return the position of uid 0 in the table of owners, since an inode stores positions and not uids.
 
-    Return None if no file belongs to root, or if the table is compressed.
+    The squashfs begins at byte `offset` of `stream`. Return None if no file belongs to root, or if the table
+    is compressed.
     """
     try:
         (block,) = _read_struct(stream, _OFFSET, offset + superblock.owner_table)
