@@ -182,6 +182,7 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
             first_names[key] = name
     keys = sorted(first_names, key=lambda key: first_names[key])
     # Tensors with the largest elements come first. So each tensor begins at a multiple of its element size.
+    # The sort is stable: among tensors of one size, the order by name remains.
     keys.sort(key=lambda key: checkpoint.tensors[key].dtype.itemsize, reverse=True)
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0

@@ -85,8 +85,10 @@ class StepLoop:
         if self.is_started:
             agreement.wait_for_ranks(position.step, "run.steps")
         self._refuse_different_passes(loader, name, save_every)
+        # Each of the following calls may raise an error, so they come before the pass is opened.
         position.end_last_pass(name)
         if position.was_finished(name):
+            # `open_pass` and `request_save` read this: the checkpoint contains what the program does now.
             position.repeats_epoch = True
             return
         position.add_loop(name)
