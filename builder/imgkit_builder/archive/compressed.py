@@ -131,7 +131,8 @@ def unpack_chunks(
 
     Raises
     ------
-    CheckFailed, ToolMissing : as in `read_plain`.
+    CheckFailed : the stream is damaged or cut short, or unpacks to more bytes than `allowance` permits.
+    ToolMissing : the stream is compressed with zstd, and the program ``zstd`` is missing.
     """
     if compress == "none":
         yield from chunks
@@ -172,7 +173,8 @@ class Gunzip:
         """Unpack `packed`, which may contain the end of a member and the start of the next member."""
         while packed:
             if self._inflate.eof:
-                # A member has ended. Another one may follow. Zeros after the last member are padding.
+                # A member (a complete gzip stream) has ended. Another one may follow. Zeros after the last
+                # member are padding.
                 packed = packed.lstrip(b"\0")
                 if not packed:
                     return
@@ -234,6 +236,7 @@ def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
                 job = pool.submit(_unpack_batch, plain)
                 # While the caller uses these bytes, the thread unpacks the next batch.
                 yield from previous_batch
+                # Only now the thread has finished with `plain`, so the next chunk may be given to `gunzip`.
                 previous_batch, has_more = job.result()
     yield from previous_batch
     yield gunzip.finish()
@@ -298,7 +301,10 @@ def _inflate_in_threads(chunks: Iterator[bytes]) -> Iterator[_InflatedPiece]:
 def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
     """Cut a gzip stream where members seem to begin, and yield lists of pieces, about one list per chunk.
 
-    If no member begins within 1 MiB, the stream is cut anyway, to limit the memory.
+    A gzip file may consist of several members, which are complete gzip streams. Threads can unpack them at
+    the same time. The bytes of `_MEMBER_START` may also occur inside a member by chance, so the caller must
+    be able to join two pieces. If no member begins within 1 MiB, the stream is cut anyway, to limit the
+    memory.
     """
     pending = b""
     for chunk in chunks:
@@ -307,7 +313,7 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
         start = 0
         # `pending` itself usually begins with a member, so the search starts at byte 1.
         next_start = pending.find(_MEMBER_START, 1)
-        while next_start > 0:
+        while next_start > 0:  # `find` returns -1 if there is none
             pieces.append(pending[start:next_start])
             start = next_start
             next_start = pending.find(_MEMBER_START, start + 1)
@@ -335,7 +341,7 @@ def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
         plain = None
         if budget_bytes > 0:
             plain = _inflate_member(piece, min(budget_bytes, CHUNK_BYTES))
-        if plain is not None:
+        if plain is not None:  # the piece is exactly one small member
             budget_bytes -= len(plain)
         inflated.append((piece, plain))
     return inflated
@@ -344,6 +350,7 @@ def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
 def _inflate_member(piece: bytes, most_bytes: int) -> bytes | None:
     """Return the unpacked bytes of `piece`, or None if it is not a single member of at most `most_bytes`."""
     decompressor = zlib.decompressobj(wbits=31)
+    # A cut in the middle of a member gives an error. That is normal, since the cuts are only guesses.
     with contextlib.suppress(zlib.error):
         plain = decompressor.decompress(piece, most_bytes)
         if decompressor.eof and not decompressor.unused_data:

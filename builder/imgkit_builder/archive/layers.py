@@ -291,7 +291,7 @@ class LayerTree:
         while pending_paths:
             node_path = pending_paths.pop()
             node = self._find_node(node_path)
-            if node is None:
+            if node is None:  # only possible for `path` itself
                 continue
             if isinstance(node, _Folder):
                 # In reverse order, because `pop` takes the last path first.
@@ -305,8 +305,8 @@ class LayerTree:
     def dissolve(self) -> MergePlan:
         """Return the folders and files that are visible in the image, and empty the tree.
 
-        Each node is removed from the tree when it is added to the result, because the tree and the result may
-        not fit in memory together.
+        Each folder or file is removed from the tree when it is added to the result, because the tree and the
+        result may not fit in memory together. The tree cannot be used afterwards.
         """
         folders: list[tuple[str, FolderEntry | None]] = []
         visible_paths: tuple[dict[int, tuple[str, ...]], ...] = tuple({} for _ in range(self._layer + 1))
@@ -318,17 +318,19 @@ class LayerTree:
             if folder_path:
                 folders.append((folder_path, folder.entry))
                 prefix = folder_path + "/"
-            # The names are sorted, so that the order of members in a layer does not change the result.
+            # Sorted, so that the order of members in a layer does not change the result. In reverse, because
+            # `pop` above takes the last folder first.
             for name in sorted(folder.children, reverse=True):
                 node = folder.children.pop(name)
                 path = prefix + name
                 if isinstance(node, _Folder):
                     pending_folders.append((path, node))
                     continue
+                # Any node that is not a folder is a number. It says which member of which layer the file is.
                 layer, position = divmod(node, _LAYER_UNIT)
                 # Hard links share one id, so the file may already have paths from other folders.
-                earlier_paths = visible_paths[layer].get(position, ())
-                visible_paths[layer][position] = (path, *earlier_paths)
+                known_paths = visible_paths[layer].get(position, ())
+                visible_paths[layer][position] = (path, *known_paths)
         return MergePlan(folders=tuple(folders), visible_paths=visible_paths)
 
     def _find_node(self, path: str) -> _Node | None:
@@ -368,15 +370,21 @@ class LayerTree:
         return names
 
     def _add_member(self, member: Member, names: list[str], member_id: int) -> None:
-        """Put `member` into the tree at the path `names`, or delete what it hides if it is a whiteout.
+        """Put `member`, an entry of the layer's tar, into the tree at the path `names`.
 
-        A whiteout is a mark for a deleted file: ``etc/.wh.motd`` removes ``etc/motd`` of the layers below.
+        If it is a whiteout, delete what it hides instead. A whiteout is a mark for a deleted file:
+        ``etc/.wh.motd`` removes ``etc/motd`` of the layers below. `WHITEOUT` is the prefix ``.wh.``.
+
+        Parameters
+        ----------
+        member_id : the number that the tree stores for a file. It contains the layer and the position in it.
 
         Raises
         ------
         CheckFailed : the member is not allowed in an image.
         """
         *folder_names, name = names
+        # `folders` exist in the tree, from the root on. `missing` are the names after the last of them.
         folders, missing = self._resolve(folder_names, member.name)
         if name == WHITEOUT:
             raise self._error(member, "a whiteout without a name")
@@ -395,6 +403,7 @@ class LayerTree:
             self._put_hard_link(folder, name, member)
         else:
             folder.children[name] = member_id
+            # A number has no type. `_kind_of` takes every id that is in neither dict for a regular file.
             if member.kind == SYMLINK:
                 self._link_targets[member_id] = member.link
             elif member.kind != REGULAR:
@@ -409,7 +418,7 @@ class LayerTree:
         if not isinstance(folder, _Folder):
             folder = _Folder(name, self._layer)
             parent.children[name] = folder
-        folder.layer = self._layer
+        folder.layer = self._layer  # whiteouts of the same layer keep the folder
         folder.entry = FolderEntry(
             mode=member.mode & 0o7777,
             uid=member.uid,
@@ -443,10 +452,11 @@ class LayerTree:
         if not target_names or ".." in target_names:
             return None
         *folder_names, target_name = target_names
+        # Links to folders are followed, but `target_name` itself is not: a hard link may lead to a symlink.
         folders, missing = self._resolve(folder_names, member.name)
         target_folder = folders[-1]
         target_id = target_folder.children.get(target_name)
-        if missing or not isinstance(target_id, int):
+        if missing or not isinstance(target_id, int):  # there is nothing, or a folder
             return None
         # A link with the path of its target would replace the file by a link to itself.
         if target_folder is folder and target_name == name:
@@ -542,9 +552,10 @@ class LayerTree:
         """Delete the files of lower layers that the mark `whiteout` in `folder` hides.
 
         ``.wh.a`` removes ``a``, and ``.wh..wh..opq`` removes everything in the folder. Files that the current
-        layer has added are kept. Other names that begin with ``.wh..wh.`` belong to the file system AUFS, and
-        are ignored.
+        layer has added are kept, even if it added them before the mark. Other names that begin with
+        ``.wh..wh.`` belong to the file system AUFS, and are ignored.
         """
+        # `OPAQUE` also begins with `AUFS`, so it must be compared first.
         if whiteout == OPAQUE:
             pending = [(folder, name) for name in folder.children]
         elif whiteout.startswith(AUFS):

@@ -65,6 +65,7 @@ def write_layout(
         path = _blob_path(folder, layer.diff_id)
         if not path.exists():  # equal layers share one file
             sha256 = _write_layer(layer, path, allowance)
+            # The file is named after the digest that the image declares. A damaged layer has another one.
             image.refuse_other_digest(number, sha256)
         size_bytes = path.stat().st_size
         layers.append({"mediaType": _LAYER_TYPE, "digest": layer.diff_id, "size": size_bytes})

@@ -82,6 +82,7 @@ class Members(Generic[File]):
     def find(self, name: str) -> File | None:
         """Return the file `name`, or None if it is not in the archive. Links are followed."""
         name = posixpath.normpath(name)
+        # The number of links is limited, because a hostile archive may have a link to itself.
         for _ in range(_MAX_LINKS):
             if name in self.files:
                 return self.files[name]
@@ -152,21 +153,22 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
     CheckFailed : the archive is damaged or cut short.
     UsageError : the archive has far more members than an image.
     """
-    result: Members[File] = Members()
+    members: Members[File] = Members()
     for index, member in enumerate(stream):
-        if index >= MAX_MEMBERS:
-            raise _no_image(f"it has more than {MAX_MEMBERS} members", where)
+        if index >= MAX_MEMBERS:  # a hostile archive may have endless members to fill the memory
+            raise _no_image_error(f"it has more than {MAX_MEMBERS} members", where)
         name = posixpath.normpath(member.name)
         if member.kind == REGULAR:
-            result.files[name] = store(member)
+            # Call `store` now: the content can be read only before the next member.
+            members.files[name] = store(member)
         # Docker before 25 stores a layer that occurs twice as a link to the first one.
         elif member.kind == HARD_LINK:
-            result.links[name] = posixpath.normpath(member.link)
+            members.links[name] = posixpath.normpath(member.link)
         elif member.kind == SYMLINK:
             # The target of a symlink is relative to the folder of the link.
             target = posixpath.join(posixpath.dirname(name), member.link)
-            result.links[name] = posixpath.normpath(target)
-    return result
+            members.links[name] = posixpath.normpath(target)
+    return members
 
 
 def select_image(find: Find[File], *, where: str) -> SelectedImage[File]:
@@ -227,27 +229,28 @@ class _Selector(Generic[File]):
     def select_by_index(self) -> SelectedImage[File]:
         """Return the only image of ``index.json``. This index may refer to another index with the image."""
         if self._find("index.json") is None:
-            raise _no_image("it has neither manifest.json nor index.json", self._where)
+            raise _no_image_error("it has neither manifest.json nor index.json", self._where)
         name = "index.json"
         tags: tuple[str, ...] = ()
         document = self._read_json(name)
+        # The number of levels is limited, so that a hostile archive cannot make the loop long.
         for _ in range(MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
             # Each index may contain a tag. The tag in the innermost index has priority.
-            tags = _to_texts([_tag(entry)]) or tags
-            name = self._blob_name(entry, "index.json")
+            tags = _to_texts([_get_tag(entry)]) or tags
+            name = self._get_blob_name(entry, "index.json")
             document = self._read_json(name, "index.json")
             with self._explain_errors(name):
                 is_index = "manifests" in document
-            if not is_index:
+            if not is_index:  # it is the manifest of the image
                 return self._make_image_of_manifest(name, document, tags)
         raise self._error(f"index.json nests indexes more than {MAX_INDEX_DEPTH} deep")
 
     def _make_image_of_manifest(self, name: str, manifest: Any, tags: tuple[str, ...]) -> SelectedImage[File]:
         """Return the image of an OCI manifest. `manifest` is the parsed JSON of the file `name`."""
         with self._explain_errors(name):
-            config = self._blob_name(manifest["config"], name)
-            layers = [self._blob_name(layer, name) for layer in manifest["layers"]]
+            config = self._get_blob_name(manifest["config"], name)
+            layers = [self._get_blob_name(layer, name) for layer in manifest["layers"]]
         return self._make_image(config, layers, tags, named_by=name)
 
     def _select_entry(self, name: str, index: Any) -> Any:
@@ -261,7 +264,7 @@ class _Selector(Generic[File]):
         """
         with self._explain_errors(name):
             entries = [entry for entry in index["manifests"] if not _is_attestation(entry)]
-            labels = [str(_tag(entry) or _architecture(entry) or "?") for entry in entries]
+            labels = [str(_get_tag(entry) or _get_architecture(entry) or "?") for entry in entries]
         if len(entries) != 1:
             hint = "copy one out, for example: skopeo copy oci:DIR:NAME oci:OTHER"
             raise self._not_one_error(len(entries), labels, hint)
@@ -274,11 +277,11 @@ class _Selector(Generic[File]):
 
         `named_by` is the file that lists these names. It is used in messages about a missing file.
         """
-        raw = self._read_document(config, named_by)
+        config_json = self._read_document(config, named_by)
         # Look for the layers before parsing the configuration. If both fail, a missing layer explains more.
         layer_files = tuple((layer, self._require_file(layer, named_by)) for layer in layers)
         with self._explain_errors(config):
-            parsed = parse_config(raw, where=self._where)
+            parsed = parse_config(config_json, where=self._where)
         return SelectedImage(config=parsed, config_name=config, layers=layer_files, names=tags)
 
     def _require_file(self, name: str, named_by: str) -> File:
@@ -295,14 +298,14 @@ class _Selector(Generic[File]):
         ------
         CheckFailed : the file is missing, or so large that it cannot describe an image.
         """
-        raw = self._require_file(name, named_by).document()
-        if raw is None:
+        document = self._require_file(name, named_by).document()
+        if document is None:
             size = f"{MAX_JSON_BYTES >> 20} MiB"
             raise CheckFailed(
                 f"{name} has more than {size} or is not JSON: it does not describe an image",
                 where=self._where,
             )
-        return raw
+        return document
 
     def _read_json(self, name: str, named_by: str = "") -> Any:
         """Return the parsed JSON file `name`.
@@ -313,16 +316,16 @@ class _Selector(Generic[File]):
         ------
         CheckFailed : the file is missing, has a wrong digest, or is not JSON.
         """
-        raw = self._read_document(name, named_by)
-        sha256 = hashlib.sha256(raw).hexdigest()
+        json_bytes = self._read_document(name, named_by)
+        sha256 = hashlib.sha256(json_bytes).hexdigest()
         if name.startswith(_BLOBS) and name != _BLOBS + sha256:
             raise self._error(f"{name} is damaged: its sha256 is {sha256}")
         try:
-            return json_text.parse(raw)
+            return json_text.parse(json_bytes)
         except ValueError as error:
             raise self._error(f"{name} is not JSON: {error}") from error
 
-    def _blob_name(self, entry: Any, named_by: str) -> str:
+    def _get_blob_name(self, entry: Any, named_by: str) -> str:
         """Return the file name for the digest in an entry of the JSON file `named_by`.
 
         ``{"digest": "sha256:1a2b..."}`` -> ``blobs/sha256/1a2b...``.
@@ -373,11 +376,11 @@ def _describe_image(image: Any) -> _ManifestImage:
     return _ManifestImage(str(image["Config"]), layers, tags)
 
 
-def _annotations(entry: Any) -> Any:
+def _get_annotations(entry: Any) -> Any:
     return entry.get("annotations") or {}
 
 
-def _architecture(entry: Any) -> Any:
+def _get_architecture(entry: Any) -> Any:
     """Return the architecture in an entry of an OCI index, or None."""
     return (entry.get("platform") or {}).get("architecture")
 
@@ -387,15 +390,15 @@ def _is_attestation(entry: Any) -> bool:
 
     BuildKit adds such entries, which describe how the image was built.
     """
-    kind = _annotations(entry).get("vnd.docker.reference.type")
-    return bool(kind == "attestation-manifest" or _architecture(entry) == "unknown")
+    kind = _get_annotations(entry).get("vnd.docker.reference.type")
+    return bool(kind == "attestation-manifest" or _get_architecture(entry) == "unknown")
 
 
-def _tag(entry: Any) -> Any:
+def _get_tag(entry: Any) -> Any:
     """Return the name or tag in an entry of an OCI index, or None."""
     # containerd writes the full name of the image, skopeo only the tag.
-    values = _annotations(entry)
-    return values.get("io.containerd.image.name") or values.get("org.opencontainers.image.ref.name")
+    annotations = _get_annotations(entry)
+    return annotations.get("io.containerd.image.name") or annotations.get("org.opencontainers.image.ref.name")
 
 
 def _to_texts(values: Any) -> tuple[str, ...]:
@@ -403,7 +406,7 @@ def _to_texts(values: Any) -> tuple[str, ...]:
     return tuple(str(value) for value in values or () if value)
 
 
-def _no_image(problem: str, where: str) -> UsageError:
+def _no_image_error(problem: str, where: str) -> UsageError:
     return UsageError(
         f"not an image archive: {problem} (`docker export` writes such files, without an image)",
         where=where,
@@ -527,6 +530,7 @@ def digest_archive(
 
 def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
     """Return the names of blobs whose digest differs from the digest in their name."""
+    # A blob is a file that is named after its digest: ``blobs/sha256/1a2b...``. A link may have such a name.
     wrong_blobs = []
     for name in sorted(members.files | members.links):
         file = members.find(name)
@@ -559,12 +563,14 @@ class _MemberHasher:
         return members
 
     def _hash_member(self, member: Member) -> HashedFile:
-        """Return the digests of the file `member`, and its content if it may be JSON."""
+        """Return the digests of the file `member`, and its content if it may be JSON or is small."""
         chunks = self._stream.body()
         # The compression is known after 4 bytes, but the first chunk may be shorter.
         start = b""
         while len(start) < min(_MAGIC_BYTES, member.size_bytes):
             start += next(chunks)
+        # Layers are too large to be kept. But which of the files are JSON documents is known only after the
+        # index has been read, so everything that may be one is kept.
         may_be_json = member.size_bytes <= MAX_JSON_BYTES and _begins_as_json(start)
         if may_be_json:
             self._json_bytes += member.size_bytes
@@ -592,12 +598,15 @@ def _begins_as_json(start: bytes) -> bool:
 def _hash_file(
     pieces: Iterable[memoryview], compress: Compress, allowance: Allowance, *, name: str, is_kept: bool
 ) -> HashedFile:
-    """Return the digest of a file as it is stored, and the digest of its unpacked bytes.
+    """Return the digest of a file as it is stored, and the digest of its unpacked bytes (`diff_id`).
+
+    The second digest shows which layer of the image the file is, because the configuration lists the layers
+    by it.
 
     Parameters
     ----------
     pieces : the bytes of the file, in chunks.
-    compress : how the file is compressed. A zstd file is not unpacked, so it has no second digest.
+    compress : how the file is compressed. A zstd file is not unpacked, so its `diff_id` is ``""``.
     allowance : limits the number of unpacked bytes.
     name : name of the file, for messages.
     is_kept : whether the result includes the bytes, because the file may be JSON.
@@ -605,14 +614,14 @@ def _hash_file(
     stored = hashlib.sha256()
     unpacked = hashlib.sha256()
     gunzip = compressed.Gunzip(name)
-    data = bytearray()
+    kept_bytes = bytearray()
     for piece in pieces:
         stored.update(piece)
         if is_kept:
-            data += piece
+            kept_bytes += piece
         if compress == "gzip":
             for plain in gunzip.feed(piece):
-                allowance.add_unpacked(len(plain))
+                allowance.add_unpacked(len(plain))  # raises an error if the archive unpacks to too much
                 unpacked.update(plain)
     sha256 = stored.hexdigest()
     diff_id = ""
@@ -621,4 +630,4 @@ def _hash_file(
         diff_id = f"sha256:{unpacked.hexdigest()}"
     elif compress == "none":
         diff_id = f"sha256:{sha256}"
-    return HashedFile(sha256=sha256, diff_id=diff_id, data=bytes(data) if is_kept else None)
+    return HashedFile(sha256=sha256, diff_id=diff_id, data=bytes(kept_bytes) if is_kept else None)

@@ -147,11 +147,12 @@ def from_json(text: str, *, where: str) -> Sidecar:
     """
     try:
         document: dict[str, Any] = json_text.parse(text)
+        # Before the other checks, because a later version may have other keys.
         if document["schema"] != SCHEMA:
             raise UsageError(
                 "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
             )
-        json_text.unseal(document)
+        json_text.unseal(document)  # raises ValueError if the text was changed, and removes the digest
         # Refuse unknown keys: they would be lost when this version of imgkit writes the file again.
         if document.keys() != {"schema", "image", "archive", "system", "manifest"}:
             raise ValueError(f"its keys are {sorted(document)}")
@@ -188,10 +189,10 @@ def read_sidecar(archive: Path) -> Sidecar | None:
     UsageError : the file exists but cannot be read.
     """
     path = json_path(archive)
-    text = _read_text(path, "sidecar")
-    if text is None:
+    sidecar_text = _read_text(path, "sidecar")
+    if sidecar_text is None:
         return None
-    return from_json(text, where=str(path))
+    return from_json(sidecar_text, where=str(path))
 
 
 def read_sha256(archive: Path) -> str | None:
@@ -202,10 +203,10 @@ def read_sha256(archive: Path) -> str | None:
     UsageError : the file has no line for `archive` in the format of ``sha256sum``.
     """
     path = sha256_path(archive)
-    text = _read_text(path, "checksum")
-    if text is None:
+    checksum_text = _read_text(path, "checksum")
+    if checksum_text is None:
         return None
-    for line in text.split("\n"):
+    for line in checksum_text.split("\n"):
         match = _CHECKSUM_LINE.fullmatch(line)
         # `sha256sum` writes the path that was on its command line, which may include folders.
         if match and Path(match["name"]).name == archive.name:

@@ -191,9 +191,11 @@ def spool_archive(
 
     Raises
     ------
-    CheckFailed, UsageError : as in `open_image`, or the archive is cut short.
+    CheckFailed : the archive is damaged or cut short, or its configuration lists another number of layers.
+    UsageError : the archive has several images or none, or is not an image archive.
     """
     with path.open("wb") as file:
+        # `_write_chunks` writes each chunk when the tar reader asks for it, so one pass does both.
         stream = TarStream(_write_chunks(chunks, file, advance), name=where)
 
         def hash_member(member: Member) -> Region:
@@ -210,6 +212,7 @@ def spool_archive(
         members = read.read_members(stream, hash_member, where=where)
         # Bytes after the last member are written to the file, too, and the sender can finish.
         stream.drain()
+    # Only after the file is closed: `select_image` reads JSON documents from it.
     return _make_image(read.select_image(members.find, where=where), where)
 
 
@@ -276,6 +279,7 @@ def _select_in_archive(path: Path, where: str) -> SelectedImage[Region]:
     """Return the only image of the uncompressed archive `path`. Only headers and JSON files are read."""
 
     def store(member: Member) -> Region:
+        """Return where the content of a member is in the archive, instead of reading it."""
         return Region(path=path, start=member.offset, size_bytes=member.size_bytes)
 
     with contextlib.closing(FileChunks(path, chunk_bytes=_HEADER_BYTES)) as chunks:
@@ -286,6 +290,7 @@ def _select_in_archive(path: Path, where: str) -> SelectedImage[Region]:
 def _select_in_folder(path: Path, where: str) -> SelectedImage[Region]:
     """Return the only image of the OCI folder `path`."""
 
+    # `name` comes from `read`, which uses only fixed names and digests, so it cannot lead out of the folder.
     def find(name: str) -> Region | None:
         file = path / name
         if not file.is_file():
@@ -344,8 +349,9 @@ class Spool:
                 contextlib.closing(layer.plain(allowance)) as chunks,
             ):
                 path = Path(file.name)
-                self._paths.append(path)
+                self._paths.append(path)  # to be removed at the end, even if this call fails
                 for chunk in chunks:
+                    # Another thread has called `stop` after an error. Nobody reads the result of this call.
                     if self._is_stopped:
                         break
                     # `allowance` counts the bytes of all layers in all threads, `size_bytes` only this

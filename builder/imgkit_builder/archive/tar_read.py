@@ -170,7 +170,7 @@ class TarStream:
         member_count = 0
         hole_bytes = 0
         while True:
-            self._skip_rest()
+            self._skip_rest()  # the caller need not have read the content of the last member
             try:
                 member = self._read_member()
             except ValueError as error:
@@ -185,6 +185,7 @@ class TarStream:
                 raise self._limit_error(
                     f"its sparse files have more than {self._limits.hole_bytes / 1e9:g} GB"
                 )
+            # `body`, `content` and `_skip_rest` read these. They are valid until the next member.
             self._member = member
             self._unread = member.size_bytes
             self._padding = -member.size_bytes % BLOCK_BYTES
@@ -212,6 +213,8 @@ class TarStream:
 
     def _read_member(self) -> Member | None:
         """Read the headers of the next member, and return the member, or None at the end of the archive."""
+        # A member may have several extended headers in front of its own header. They contain values that do
+        # not fit into it, such as a long name.
         extended = _NO_EXTENDED_HEADERS
         header = self._read_header()
         while header is not None and header[_KIND] in _EXTENDED_KINDS:
@@ -219,11 +222,13 @@ class TarStream:
             header = self._read_header()
         if header is None:
             return None
+        # The body of the member begins at this position. Some formats store the map of a sparse file (a file
+        # with holes) there, which `_read_sparse_map` reads.
         member = _parse_member(header, extended, offset=self.position)
         sparse_map = self._read_sparse_map(member)
         if sparse_map is None:
             return member
-        return self._with_sparse_map(member, sparse_map)
+        return self._apply_sparse_map(member, sparse_map)
 
     def _read_header(self) -> bytes | None:
         """Read a header block and check its checksum. Return None for the zeros at the end of the archive."""
@@ -254,9 +259,9 @@ class TarStream:
         if kind == _PAX:
             return extended._replace(pax=_parse_pax(content))
         if kind == _GNU_NAME:
-            return extended._replace(gnu_name=_text_field(content))
+            return extended._replace(gnu_name=_cut_at_zero_byte(content))
         if kind == _GNU_LINK:
-            return extended._replace(gnu_link=_text_field(content))
+            return extended._replace(gnu_link=_cut_at_zero_byte(content))
         # This is a global pax header. None of its records are needed.
         return extended
 
@@ -269,23 +274,26 @@ class TarStream:
         pax = member.pax
         if member.header[_KIND] == _GNU_SPARSE:
             content_bytes = _parse_count(member.header[_OLD_CONTENT_SIZE])
-            blocks, numbers = self._read_old_map(member.header)
-            return _SparseMap(content_bytes, numbers, blocks, body_bytes=member.size_bytes)
+            blocks, map_numbers = self._read_old_map(member.header)
+            return _SparseMap(content_bytes, map_numbers, blocks, body_bytes=member.size_bytes)
         if "GNU.sparse.map" in pax:
             content_bytes = _parse_decimal(pax.get("GNU.sparse.size"))
-            numbers = [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
-            return _SparseMap(content_bytes, numbers, [], body_bytes=member.size_bytes)
+            map_numbers = [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
+            return _SparseMap(content_bytes, map_numbers, [], body_bytes=member.size_bytes)
         if "GNU.sparse.major" in pax:
             content_bytes = _parse_decimal(pax.get("GNU.sparse.realsize"))
-            blocks, numbers = self._read_map_in_body(member.size_bytes)
-            # In the archive, the body begins with the map. The map is not a part of the file.
+            blocks, map_numbers = self._read_map_in_body(member.size_bytes)
+            # In the archive, the body begins with the map. The map is not a part of the file. In the other
+            # formats, all of the body belongs to the file.
             body_bytes = member.size_bytes - len(blocks) * BLOCK_BYTES
-            return _SparseMap(content_bytes, numbers, blocks, body_bytes)
+            return _SparseMap(content_bytes, map_numbers, blocks, body_bytes)
+        # Format 0.1 has this key, too, so it must be recognized before. Format 0.0 repeats a key for each
+        # part, but `pax` keeps only the last value of a key.
         if "GNU.sparse.numblocks" in pax:
             raise ValueError("a sparse file of the outdated format 0.0")
         return None
 
-    def _with_sparse_map(self, member: Member, sparse_map: _SparseMap) -> Member:
+    def _apply_sparse_map(self, member: Member, sparse_map: _SparseMap) -> Member:
         """Return a copy of the sparse file `member` with its parts, and with its size including holes."""
         if member.kind != REGULAR:
             raise ValueError("a map of a sparse file before something that is not a file")
@@ -300,9 +308,10 @@ class TarStream:
         )
 
     def _read_old_map(self, header: bytes) -> tuple[list[bytes], list[int]]:
-        """Read the map of a sparse file in the old GNU format.
+        """Read the map of a sparse file (a file with holes) in the old GNU format.
 
-        The map begins with 4 parts in the `header`. It continues in blocks of 21 parts after the header.
+        The map lists the parts of the file that are stored. It begins with 4 parts in the `header`, and
+        continues in blocks of 21 parts after the header.
 
         Returns
         -------
@@ -310,18 +319,19 @@ class TarStream:
         """
         blocks: list[bytes] = []
         table = header[_OLD_MAP]
-        has_more = header[_OLD_MAP_GOES_ON]
+        has_more = header[_OLD_MAP_GOES_ON]  # a byte that is 0 after the last block
         while has_more:
+            # `_read_map_block` also limits the number of blocks, which a hostile archive could make endless.
             block = self._read_map_block(blocks)
             blocks.append(block)
             table += block[_OLD_MAP_IN_BLOCK]
             has_more = block[_OLD_MAP_GOES_ON_IN_BLOCK]
-        numbers: list[int] = []
+        map_numbers: list[int] = []
         for offset, size in _OLD_PART.iter_unpack(table):
             # An unused part consists of zero bytes.
             if offset.strip(b"\0") or size.strip(b"\0"):
-                numbers += (_parse_count(offset), _parse_count(size))
-        return blocks, numbers
+                map_numbers += (_parse_count(offset), _parse_count(size))
+        return blocks, map_numbers
 
     def _read_map_in_body(self, body_bytes: int) -> tuple[list[bytes], list[int]]:
         """Read the map of a sparse file in format 1.0, which is text at the beginning of the body.
@@ -370,7 +380,7 @@ class TarStream:
         count = self._unread + self._padding
         # The bytes in `_pending` are already in memory. Only the bytes after them can be skipped in the file.
         count_in_file = count - len(self._pending)
-        if self._jump is not None and count_in_file > 0:
+        if self._jump is not None and count_in_file > 0:  # `_jump` is None for a stream that cannot skip
             self.position += count
             self._pending = memoryview(b"")
             self._jump(count_in_file)
@@ -386,7 +396,7 @@ class TarStream:
             chunk = next(self._chunks, None)
             if chunk is None:
                 raise self._damage_error("cut short")
-            # Slices of a memoryview do not copy the bytes.
+            # Slices of a memoryview do not copy the bytes. The loop repeats if the chunk is empty.
             self._pending = memoryview(chunk)
         available = self._pending[:most]
         self._pending = self._pending[most:]
@@ -472,7 +482,7 @@ class FileChunks:
         try:
             self._file = files.open_regular(path, buffering=0)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._unreadable_error(error) from error
 
     def __iter__(self) -> Iterator[bytes]:
         return self
@@ -485,7 +495,7 @@ class FileChunks:
         try:
             chunk = os.pread(self._file.fileno(), count, self._position)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise self._unreadable_error(error) from error
         if not chunk:
             raise StopIteration
         self._position += len(chunk)
@@ -499,7 +509,7 @@ class FileChunks:
         """Close the file."""
         self._file.close()
 
-    def _unreadable(self, error: OSError) -> CheckFailed:
+    def _unreadable_error(self, error: OSError) -> CheckFailed:
         return CheckFailed(f"cannot be read: {error.strerror}", where=str(self._path))
 
 
@@ -569,6 +579,7 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
     kind = header[_KIND]
     if kind in _REGULAR_KINDS:
         kind = REGULAR
+    # With a wrong size, the bytes of the body would be taken for the next header.
     if kind in _BODILESS_KINDS:
         size = 0  # some programs write a size for links, although links have no body
     elif "size" in pax:
@@ -576,8 +587,8 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
     else:
         size = _parse_count(header[_SIZE])
     # "GNU.sparse.name" has priority, because GNU tar writes an invented name into "path" for a sparse file.
-    name = pax.get("GNU.sparse.name") or pax.get("path") or extended.gnu_name or _ustar_name(header)
-    link = pax.get("linkpath") or extended.gnu_link or _text_field(header[_LINK])
+    name = pax.get("GNU.sparse.name") or pax.get("path") or extended.gnu_name or _join_ustar_name(header)
+    link = pax.get("linkpath") or extended.gnu_link or _cut_at_zero_byte(header[_LINK])
     mtime_s = _parse_time(pax["mtime"]) if "mtime" in pax else _parse_number(header[_MTIME])
     device = (0, 0)
     if kind in (CHARACTER, BLOCK):
@@ -681,17 +692,18 @@ def _verify_checksum(header: bytes) -> None:
     could show a different tree to each program.
     """
     checksum = header[_CHECKSUM]
+    # In the sum, spaces stand for the checksum's own field.
     expected = sum(header) - sum(checksum) + CHECKSUM_AS_SPACES
     if _parse_number(checksum) != expected:
         raise ValueError("a header's checksum is wrong")
-    if header[MAGIC] != b"ustar ":
+    if header[MAGIC] != b"ustar ":  # not GNU: the prefix is a path as it should be
         return
     # GNU stores times and sizes as octal digits, or in binary, which is not ASCII.
-    numbers = header[_PREFIX]
+    number_fields = header[_PREFIX]
     if header[_KIND] == _GNU_SPARSE:
         # Check only up to the end of the map. A flag byte, which is not a digit, and the file's size follow.
-        numbers = header[_PREFIX.start : _OLD_MAP.stop]
-    if numbers.strip(b"\0 01234567") and numbers.isascii():
+        number_fields = header[_PREFIX.start : _OLD_MAP.stop]
+    if number_fields.strip(b"\0 01234567") and number_fields.isascii():
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
 
 
@@ -708,7 +720,7 @@ def _validate_map(numbers: Sequence[int], body_bytes: int, content_bytes: int) -
     ------
     ValueError : parts overlap, a part ends after the end of the file, or the total size is wrong.
     """
-    if len(numbers) % 2:
+    if len(numbers) % 2:  # an offset without a length
         raise ValueError("the map of a sparse file cannot be read")
     lengths = numbers[1::2]
     parts = tuple(zip(numbers[::2], lengths, strict=True))
@@ -729,16 +741,16 @@ def _decode_path(raw: bytes) -> str:
     return raw.decode("utf-8", "surrogateescape")
 
 
-def _ustar_name(header: bytes) -> bytes:
+def _join_ustar_name(header: bytes) -> bytes:
     """Return the path in a header. POSIX splits a long path into a prefix and a name."""
-    name = _text_field(header[_NAME])
-    prefix = _text_field(header[_PREFIX])
+    name = _cut_at_zero_byte(header[_NAME])
+    prefix = _cut_at_zero_byte(header[_PREFIX])
     # In GNU's format, the prefix field contains times.
     if not prefix or header[MAGIC] != b"ustar\0":
         return name
     return prefix + b"/" + name
 
 
-def _text_field(raw: bytes) -> bytes:
+def _cut_at_zero_byte(raw: bytes) -> bytes:
     """Return the text in a field, which ends at the first zero byte."""
     return raw.split(b"\0", 1)[0]

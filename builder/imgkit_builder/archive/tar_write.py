@@ -45,16 +45,19 @@ def header(
     extended attributes `xattrs`, only `CAPABILITY` is written. A long path, a long `link` and a capability
     are written in extended headers before the main header.
     """
+    # A name in an image may be any bytes. Those that are not UTF-8 were decoded to surrogates.
     name = path.encode("utf-8", "surrogateescape")
     target = link.encode("utf-8", "surrogateescape")
+    # Extended headers change only the header that follows them, so they are written before it.
     extended = b""
     if xattrs and CAPABILITY in xattrs:
         extended = pax_header({f"{XATTR}{CAPABILITY}": xattrs[CAPABILITY]})
     if len(name) > _NAME_BYTES:
-        extended += _long_text_header(_GNU_NAME, name)
+        extended += _make_long_text_header(_GNU_NAME, name)
     if len(target) > _NAME_BYTES:
-        extended += _long_text_header(_GNU_LINK, target)
-    # The fields are octal numbers of a fixed width.
+        extended += _make_long_text_header(_GNU_LINK, target)
+    # `_block` writes these fields one after the other, so their order and widths are those of the format. The
+    # numbers are octal.
     fields = b"%07o\0" % (mode & 0o7777)
     fields += _number(uid, 8)
     fields += _number(gid, 8)
@@ -63,10 +66,11 @@ def header(
     if kind not in (CHARACTER, BLOCK):
         device = (0, 0)
     device_fields = b"".join(_number(number, 8) for number in device)
+    # These magic bytes declare GNU's format, in which `_number` may store large numbers in binary.
     return extended + _block(name, fields, kind, target, b"ustar  \0", device_fields)
 
 
-def _long_text_header(kind: bytes, text: bytes) -> bytes:
+def _make_long_text_header(kind: bytes, text: bytes) -> bytes:
     """Return an extended header in GNU's format whose content is `text`, a long name or link target."""
     content = text + b"\0"
     header_block = header("././@LongLink", kind, size_bytes=len(content))

@@ -115,12 +115,16 @@ def save_archive(
 def check_target(target: Path, *, compress: Compress, expected_bytes: int | None) -> None:
     """Raise an error if a save to `target` would fail later, after minutes of work.
 
-    Possible reasons are a missing folder, too little space, a name that sha256sum cannot list, and a missing
-    program ``zstd``.
+    Parameters
+    ----------
+    expected_bytes : the size of the uncompressed archive, or None if it is unknown. Then the free space is
+        not checked.
 
     Raises
     ------
-    UsageError, ToolMissing : as in `save_archive`.
+    UsageError : the folder is missing or not writable, has too little space, or the name of `target` is that
+        of a folder or one that sha256sum cannot list.
+    ToolMissing : the archive is to be compressed by the program ``zstd``, which is not on PATH.
     """
     if "\n" in target.name or "\\" in target.name:
         raise UsageError("sha256sum cannot list a name with a newline or backslash", where=str(target))
@@ -170,6 +174,7 @@ def remove_leftovers(target: Path) -> None:
 
 def _lock(stream: BinaryIO) -> None:
     """Lock the file while this run writes it, so that `remove_leftovers` of another run leaves it alone."""
+    # Some file systems have no locks. Then the file is written without one.
     with contextlib.suppress(OSError):
         fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
@@ -198,7 +203,8 @@ def _report_progress(
 def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
     """Write `chunks` to `stream`, and yield them. Meanwhile, a thread flushes the written bytes to disk.
 
-    So the fsync after the last chunk does not take long.
+    So the caller's fsync after the last chunk does not take long. A chunk is written only when the caller
+    asks for it, so the caller must read to the end.
 
     Raises
     ------
@@ -220,7 +226,7 @@ def _write_chunks(chunks: Iterator[bytes], stream: BinaryIO) -> Iterator[bytes]:
                 unflushed_bytes = 0
             yield chunk
     if flush:
-        flush.result()
+        flush.result()  # also the last flush may have failed
 
 
 def _compress_chunks(chunks: Iterator[bytes], compress: Compress) -> Iterator[bytes]:
@@ -243,8 +249,8 @@ def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     workers = min(process.count_processors(), _MAX_WORKERS)
     with ThreadPoolExecutor(workers) as pool:
         jobs: deque[Future[bytes]] = deque()
-        for block in _equal_blocks(chunks):
-            jobs.append(pool.submit(_gzip_member, block))
+        for block in _cut_into_blocks(chunks):
+            jobs.append(pool.submit(_compress_block, block))
             # Keep one block more than there are threads, so that no thread waits for new data.
             if len(jobs) > workers:
                 yield jobs.popleft().result()
@@ -252,13 +258,13 @@ def _gzip_chunks(chunks: Iterator[bytes]) -> Iterator[bytes]:
             yield job.result()
 
 
-def _gzip_member(block: bytes) -> bytes:
+def _compress_block(block: bytes) -> bytes:
     """Compress `block` to one gzip member."""
     packer = zlib.compressobj(level=1, wbits=31)  # 31: with the header and trailer of gzip
     return packer.compress(block) + packer.flush()
 
 
-def _equal_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _cut_into_blocks(chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the bytes of `chunks` in blocks of 256 KiB. The last block may be shorter.
 
     The engine divides its stream into chunks of random sizes. Blocks of a fixed size make sure that equal

@@ -68,8 +68,8 @@ class BakedFactsCollector:
     def observe(self, entries: Iterable[ImageEntry]) -> Iterator[ImageEntry]:
         """Yield `entries` with the same content, and collect the names and contents that `facts` needs.
 
-        The content of an entry can be read only once. So an entry whose content was read is replaced by a
-        copy that can be read again.
+        The facts are complete only after the last entry has been yielded. The content of an entry can be read
+        only once. So an entry whose content was read is replaced by a copy that can be read again.
         """
         for entry in entries:
             for name in entry.names:
@@ -99,8 +99,8 @@ class BakedFactsCollector:
             self._names.add(name)
 
     def facts(self, path: str) -> BakedFacts:
-        """Return the collected facts. `path` is the variable PATH of the image."""
-        distributions = sorted(self._distributions(path), key=attrgetter("name", "folder"))
+        """Return the facts collected from the entries so far. `path` is the variable PATH of the image."""
+        distributions = sorted(self._list_distributions(path), key=attrgetter("name", "folder"))
         return BakedFacts(
             manifest=self._text(_MANIFEST), system=self._text(_SYSTEM), distributions=tuple(distributions)
         )
@@ -108,25 +108,26 @@ class BakedFactsCollector:
     def _text(self, name: str) -> str:
         return self._texts.get(name, b"").decode("utf-8", "replace")
 
-    def _distributions(self, path: str) -> Iterator[Distribution]:
+    def _list_distributions(self, path: str) -> Iterator[Distribution]:
         """Yield the packages of every Python on the image's PATH, which is given as `path`.
 
         If ``/usr/bin`` is on PATH, the packages in ``usr/lib/python3.12/site-packages`` are included.
         """
         libs = library_folders(path)
-        for folder in self._dist_info_folders():
+        for folder in self._list_dist_info_folders():
             match = _DISTRIBUTION.fullmatch(folder)
             if match is not None and match["lib"] in libs:
                 direct_url = self._texts.get(f"{folder}/direct_url.json", b"")
-                yield Distribution(name=match["name"], folder=_editable_folder(direct_url))
+                yield Distribution(name=match["name"], folder=_parse_editable_folder(direct_url))
 
-    def _dist_info_folders(self) -> set[str]:
+    def _list_dist_info_folders(self) -> set[str]:
         """Return the .dist-info folders of the packages to list. Each installed package has such a folder.
 
         If the image was built from a lock file, only packages with a ``direct_url.json`` are listed. pip
         writes this file for a package that does not come from an index. The lock file lists all other
         packages.
         """
+        # `_texts` has the small files that were read. `_names` has the METADATA files and the lock file.
         folders = {name.removesuffix("/direct_url.json") for name in self._texts if name.endswith(_ORIGIN)}
         if _LOCK not in self._names:
             folders |= {name.removesuffix("/METADATA") for name in self._names}
@@ -146,7 +147,7 @@ def library_folders(path: str) -> list[str]:
     return folders
 
 
-def _editable_folder(direct_url: bytes) -> str:
+def _parse_editable_folder(direct_url: bytes) -> str:
     """Return the source folder of a package that was installed with ``pip install --editable``, else ``""``.
 
     `direct_url` is the content of the package's ``direct_url.json`` (PEP 610). It is empty if the package has

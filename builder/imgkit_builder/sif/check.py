@@ -41,7 +41,7 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
     ------
     CheckFailed : the .sif differs from the image.
     """
-    path = job.work.part
+    path = job.work.part  # the file gets its final name only after this check
     sif = image.check_structure(path)
     root = sif.require_root()
     # Some runtimes that cannot read a layer write only their own 40 KB of files, and exit with 0.
@@ -51,6 +51,7 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
             where=str(path),
             hint="the runtime did not read the image's layers; try a newer one, or --writer imgkit",
         )
+    # The header and the descriptor of the root partition contain the architecture. One match is enough.
     if config.arch not in (sif.arch, root.arch):
         raise CheckFailed(f"it is marked {sif.arch}, but the image is {config.arch}", where=str(path))
     if not config.labels:
@@ -58,7 +59,7 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
     labels = read_labels(sif)
     if labels is None and can_run:
         labels = _inspect_labels(job, path)
-    if labels is not None:
+    if labels is not None:  # otherwise they cannot be read here, and are not compared
         compare_labels(labels, config.labels, path)
 
 
@@ -72,10 +73,10 @@ def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
     CheckFailed : the output is not the expected JSON.
     """
     # `on_line` ignores the lines, so that the JSON does not appear on the user's screen.
-    output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
+    inspect_output = job.run("inspect", "--labels", "--json", path, on_line=lambda _: None)
     try:
         # Warnings of the runtime may come before the JSON.
-        document = json_text.first_object(output)
+        document = json_text.first_object(inspect_output)
         return dict(document["data"]["attributes"]["labels"] or {})
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable_labels_error(path, error) from error
@@ -89,6 +90,8 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
 
     Parameters
     ----------
+    job : the conversion. It has the path of the new file, and runs the runtime.
+    config : configuration of the image that was converted, with its labels.
     is_built : whether the runtime wrote the file. Runtimes have lost files, so a missing ``true`` is an error
         then. If imgkit wrote the file, the image may be a single static binary without ``true``.
 
@@ -97,21 +100,22 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
     CheckFailed : the manifest is missing, or does not match the labels.
     ToolFailed : the program does not run.
     """
-    path = job.work.part
-    has_manifest = "imgkit.version" in config.labels
+    path = job.work.part  # the file gets its final name only after this test
+    has_manifest = "imgkit.version" in config.labels  # imgkit sets this label when it builds an image
     program, *arguments = ["cat", manifest.MANIFEST_JSON] if has_manifest else ["true"]
     isolated = isolation(tool)
     job.clock.note(isolated.description(program))
     try:
-        output = job.run(*exec_arguments(path, (program, *arguments), isolated))
+        program_output = job.run(*exec_arguments(path, (program, *arguments), isolated))
     except ToolFailed as error:
         may_lack_program = not has_manifest and not is_built
+        # Only this one message shows that the runtime has mounted the image. Any other error is a real one.
         if may_lack_program and _NO_PROGRAM.search(error.hint or ""):
             job.clock.note("nothing run: the image has no program 'true'")
             return
         raise _start_error(program, error) from error
     if has_manifest:
-        _check_manifest(output, config.labels, path)
+        _check_manifest(program_output, config.labels, path)
 
 
 def _start_error(program: str, error: ToolFailed) -> ToolFailed:
@@ -126,13 +130,14 @@ def read_labels(sif: SifImage) -> dict[str, Any] | None:
     """Return the labels of the image in the .sif, or None if no data object of the file contains them.
 
     imgkit and newer runtimes store such an object. Without it, the labels can be read only by starting a
-    shell in the image.
+    shell in the image. If the object contains no labels, the result is an empty dict.
 
     Raises
     ------
     CheckFailed : the object cannot be read.
     """
     descriptors = {descriptor.name: descriptor for descriptor in sif.descriptors}
+    # The names under which a runtime or imgkit stores the object. The first one found is enough.
     for name, keys in _LABEL_OBJECTS.items():
         if name not in descriptors:
             continue

@@ -75,9 +75,10 @@ class ConversionPlan:
         `record` says how the existing file was made. The file may differ from a part of the plan that the
         user did not choose. For example, a gzip file is accepted if the plan uses zstd only by default.
         """
+        # `squasher` is None if a runtime builds the file. The existing file must be from the same runtime.
         if self.squasher is None and record.runtime != str(self.tool):
             return False
-        # The user wants imgkit to write the file, but a runtime has built it.
+        # The user wants imgkit to write the file, but a runtime has built it from the image's layers.
         if options.writer == "imgkit" and record.route == "layers":
             return False
         if record.compression == str(self.compression):
@@ -119,6 +120,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         report.note(note)
     base = tmp_base(target, options.tmpdir)
     _check_space(source, target, base, plan)
+    # `work.part` is the new file under a temporary name, and `work.folder` has all other temporary files.
     with workspace(target, base) as work, log_file(target.stem) as log:
         clock = Clock(report)
         job = ConversionJob(
@@ -143,7 +145,7 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 facts = None
                 layer_bytes = 0
                 if plan.squasher:
-                    facts = _squash(image, target, job, plan)
+                    facts = _squash_image(image, target, job, plan)
                 else:
                     layer_bytes = runtime_build.write_oci_folder(image, job).layer_bytes
             if plan.squasher:
@@ -208,7 +210,7 @@ def _publish(part: Path, target: Path, checksum: str) -> None:
     files.write_file(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
-def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
+def _squash_image(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
     """Write the squashfs of `image` into the part file, which is renamed to `target` at the end.
 
     In a .sif, free space for the header is left before the squashfs. A .sqsh has no header.
@@ -221,7 +223,7 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
     assert plan.squasher is not None  # noqa: S101 - for the type checker: this method has one
     config = image.config
     collector = BakedFactsCollector()
-    spool_bytes = _spool_bytes(image, target, job.work.folder.parent, plan)
+    spool_bytes = _compute_spool_limit(image, target, job.work.folder.parent, plan)
     with file_entries(image, job, spool_bytes=spool_bytes) as stream:
         squash.write(
             collector.observe(stream),
@@ -231,7 +233,8 @@ def _squash(image: OpenImage, target: Path, job: ConversionJob, plan: Conversion
             offset=FORMATS[job.options.format].squashfs_offset(config),
             squasher=plan.squasher,
         )
-    # The facts are complete only now, since the collector sees each entry when it is sent to mksquashfs.
+    # The facts are complete only now, since the collector sees each entry when it is sent to mksquashfs. The
+    # caller stores them in the record of the file.
     return collector.facts(config.search_path)
 
 
@@ -250,7 +253,7 @@ def file_entries(image: OpenImage, job: ConversionJob, *, spool_bytes: int) -> I
     Raises
     ------
     UsageError : the format cannot hold a value of the image. The error is raised before anything is read.
-    CheckFailed : as in `entries.image_entries`.
+    CheckFailed : a layer is damaged, or contains something that is not allowed in an image.
     """
     format = FORMATS[job.options.format]
     note = job.clock.note
@@ -296,7 +299,7 @@ def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, pla
     Size, architecture and labels are checked only if a runtime has built the file. `layer_bytes` is the size
     of the uncompressed layers. A much smaller file has lost some of them.
     """
-    is_built = plan.squasher is None
+    is_built = plan.squasher is None  # a runtime has built the file, and not imgkit with a mksquashfs
     tester = _find_tester(config, job, plan)
     if is_built:
         check.check_built(job, config, layer_bytes, can_run=tester is not None)
@@ -318,7 +321,7 @@ def _find_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) 
     if not runs_here(config.arch):
         job.clock.note(f"not run: the image is {config.arch}, this machine {host_arch()}")
         return None
-    return plan.tool
+    return plan.tool  # the runtime that has built the file, or one that was only looked up for the test
 
 
 def _find_existing(
@@ -456,7 +459,8 @@ def list_commands(source: Source, target: Path, options: Options) -> tuple[str, 
 
     Raises
     ------
-    UsageError, ToolMissing : as in `make_plan`.
+    ToolMissing : this machine has neither a mksquashfs nor a runtime that could be used.
+    UsageError : the requested compression or writer is not possible.
     """
     plan = make_plan(source, options)
     part = files.temporary_name(target, "TOKEN")
@@ -506,7 +510,7 @@ def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan)
     image_bytes = source.size_bytes
     if image_bytes is None:
         return
-    temporary_bytes = int(image_bytes * plan.disk_share)
+    temporary_bytes = int(image_bytes * plan.disk_share)  # the share depends on who writes the file
     # A stream or a compressed archive is first unpacked to disk. If a runtime builds the file, that copy is
     # removed before the runtime starts, so `disk_share` already includes enough space.
     if plan.method == "stream" and entries.is_spooled(source):
@@ -514,13 +518,13 @@ def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan)
     check_space(image_bytes, temporary_bytes, target, base)
 
 
-def _spool_bytes(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
+def _compute_spool_limit(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
     """Return how many bytes of unpacked layers may be written to the temporary folder `base`.
 
     If the layers would probably not fit, the result is 0. Then no unpacked layer is written to disk.
     Compressed layers are unpacked twice: once for their headers and digests, and once for their files.
     """
-    if not isinstance(image.files, StoredImage):
+    if not isinstance(image.files, StoredImage):  # an engine's export has no layers
         return 0
     packed_bytes = image.files.packed_bytes
     # This is an estimate. The true size is known only after unpacking.

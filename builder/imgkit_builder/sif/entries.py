@@ -261,7 +261,8 @@ def open_source(
 
     Parameters
     ----------
-    exports : leave an engine's image in the engine. `image_entries` then reads its ``docker export``.
+    exports : leave an engine's image in the engine, without a copy on disk. `image_entries` then reads it as
+        a stream from ``docker export``.
     unpack_limit_bytes : refuse a compressed archive that unpacks to more bytes. None stands for the default
         limit.
 
@@ -381,6 +382,8 @@ def _merge_layers(
 ) -> Iterator[ImageEntry]:
     """Compare the layers with their digests, and return the visible entries, folders first.
 
+    The digests are compared before the function returns. The files are read later, by the returned iterator.
+
     Parameters
     ----------
     created_s : time for folders that no layer lists, although a layer has files below them.
@@ -401,11 +404,12 @@ def _merge_layers(
     report.stage("merge and squash")
     # `dissolve` frees the tree while it makes the plan, since an image can have millions of files.
     plan = tree.dissolve()
-    folders = (_folder_entry(path, folder, created_s) for path, folder in plan.folders)
-    return itertools.chain(folders, _visible_files(scanned, plan, report))
+    # Folders come first, because mksquashfs needs a folder before its files.
+    folders = (_make_folder_entry(path, folder, created_s) for path, folder in plan.folders)
+    return itertools.chain(folders, _read_visible_files(scanned, plan, report))
 
 
-def _folder_entry(path: str, folder: FolderEntry | None, created_s: int) -> ImageEntry:
+def _make_folder_entry(path: str, folder: FolderEntry | None, created_s: int) -> ImageEntry:
     """Return the entry of the folder `path`.
 
     `folder` is None if no layer lists the folder itself, only files below it. Then the folder belongs to
@@ -424,18 +428,18 @@ def _folder_entry(path: str, folder: FolderEntry | None, created_s: int) -> Imag
     )
 
 
-def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Iterator[ImageEntry]:
+def _read_visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Iterator[ImageEntry]:
     """Read the layers a second time, and yield the files, links and devices that are visible in the image.
 
-    `plan` says which members of each layer are visible, and under which names. The function removes each
-    entry of the plan after use, to free memory.
+    `plan` says which members (entries of the tar) of each layer are visible, and under which names. The
+    function removes each entry of the plan after use, to free memory. So it works only once with a plan.
     """
     total_bytes = image.stored_bytes
     earlier_bytes = 0
     for layer, visible_paths in zip(image.layers, plan.visible_paths, strict=True):
-        if visible_paths:
+        if visible_paths:  # a layer that later layers hide completely is not read
             with layer.open(bodies=True) as stream:
-                for entry in _visible_files_of_layer(stream, visible_paths):
+                for entry in _read_visible_members(stream, visible_paths):
                     yield entry
                     done_bytes = earlier_bytes + stream.position
                     # A compressed layer can have more bytes than `stored_bytes` counts for it.
@@ -443,13 +447,13 @@ def _visible_files(image: StoredImage, plan: MergePlan, report: Reporter) -> Ite
         earlier_bytes += layer.region.size_bytes
 
 
-def _visible_files_of_layer(
+def _read_visible_members(
     stream: TarStream, visible_paths: dict[int, tuple[str, ...]]
 ) -> Iterator[ImageEntry]:
     """Yield the visible members of one layer.
 
     `visible_paths` maps the position of a member in the tar to its paths in the image. Each item is removed
-    when its member is yielded.
+    from the caller's dict when its member is yielded, to free memory.
     """
     for position, member in enumerate(stream):
         if position not in visible_paths:
@@ -510,7 +514,8 @@ def export_entries(
     ------
     CheckFailed : the stream is damaged or cut short.
     """
-    # Until ``.dockerenv`` has been read, no member counts as recent.
+    # The time at which the engine created the container. Until ``.dockerenv`` has been read, it is infinite,
+    # so that no member counts as recent.
     container_s: float = math.inf
     stream = TarStream(chunks, name=name)
     for member in stream:
@@ -523,13 +528,13 @@ def export_entries(
         if is_recent and member.kind == DIRECTORY and member.name in _TOUCHED_FOLDERS:
             yield member_entry(member, ()).changed(mtime_s=created_s)
         else:
-            yield member_entry(member, stream.content(), header=_reusable_header(member))
+            yield member_entry(member, stream.content(), header=_get_reusable_header(member))
         advance(stream.position)
     # The engine reports an error if its stream is closed before the end.
     stream.drain()
 
 
-def _reusable_header(member: Member) -> bytes:
+def _get_reusable_header(member: Member) -> bytes:
     """Return the header blocks of `member`, or ``b""`` if mksquashfs would misread them.
 
     If the result is empty, the caller makes new header blocks.
@@ -546,11 +551,12 @@ def _is_made_by_engine(member: Member, is_recent: bool) -> bool:
     """Return whether the file comes from the engine and not from the image.
 
     The engine's files are empty and have the mode 0755. `is_recent` is true if the file was created within
-    seconds of the container.
+    seconds of the container. A file of the image with the same name, but with another property, is kept.
     """
     if member.name == _DOCKERENV:
         return True
     if member.name in _ENGINE_FILES:
+        # These two properties are enough to recognize the files, so `is_recent` does not matter here.
         is_empty_file = member.kind == REGULAR and member.size_bytes == 0
         return is_empty_file and member.mode & 0o777 == 0o755
     if not is_recent:
@@ -580,10 +586,12 @@ def with_added_files(
         if top_folders.isdisjoint(map(_top_folder, entry.names)):
             yield entry
             continue
+        # An entry may have several names (hard links). It is dropped only if all of them are replaced.
         replaced_names = [name for name in entry.names if _is_replaced(name, entry.kind, replacing_by_path)]
         remaining = entry.without_names(replaced_names)
         if remaining is not None:
-            for path in _paths_in_place(remaining, to_add):
+            # The image keeps something at these paths or above them, so nothing is added there at the end.
+            for path in _find_occupied_paths(remaining, to_add):
                 to_add.pop(path, None)
             # If both have this folder, imgkit's entry sets its owner, mode and time. The files of the image
             # in the folder remain.
@@ -598,7 +606,7 @@ def _top_folder(path: str) -> str:
     return path.partition("/")[0]
 
 
-def _paths_in_place(existing: ImageEntry, to_add: Collection[str]) -> list[str]:
+def _find_occupied_paths(existing: ImageEntry, to_add: Collection[str]) -> list[str]:
     """Return the paths of `to_add` that imgkit must not add, because the image already has `existing`.
 
     These are the paths of `existing` itself. If `existing` is a file or link, all paths below it are
@@ -642,11 +650,14 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
         if SPDX_PATH in entry.names and entry.kind != DIRECTORY:
             # The image was made from a .sif of imgkit. The old list may lack packages installed since then.
             remaining = entry.without_names((SPDX_PATH,))
-        if remaining is None:
+        if remaining is None:  # the document was its only name
             continue
         if remaining.name in ("opt", OWN_FOLDER, SPDX_PATH):
             existing_kinds[remaining.name] = remaining.kind
+        # This also collects what the file says about installed packages. A content can be read only once, so
+        # the returned entry must be yielded, and not `remaining`.
         yield copy_for_inventory(remaining, collector)
+    # If /opt were a link, the document would be written to another folder, or nowhere.
     has_only_folders = set(existing_kinds.values()) <= {DIRECTORY}
     if SPDX_PATH in existing_kinds or not has_only_folders:
         return
@@ -654,17 +665,20 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
     for folder in ("opt", OWN_FOLDER):
         if folder not in existing_kinds:
             yield ImageEntry(names=(folder,), kind=DIRECTORY, mtime_s=created_s)
-    text = spdx.spdx_document(collector.inventory(arch=config.arch, created_s=created_s))
+    # The list is complete only now, after the last entry. So the document comes last.
+    spdx_text = spdx.spdx_document(collector.inventory(arch=config.arch, created_s=created_s))
     document = ImageEntry(names=(SPDX_PATH,), kind=REGULAR, mode=0o644, mtime_s=created_s)
-    yield document.with_content(text.encode())
+    yield document.with_content(spdx_text.encode())
 
 
 def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:
     """Give `collector` a copy of the entry's content if the file describes installed packages.
 
     Return the entry to use from now on. The content of `entry` can be read only once. If this function has
-    read it, the result contains a copy.
+    read it, the result contains a copy. Otherwise the result is `entry` itself.
     """
+    # In an engine's export, a hard link is an entry of its own without content. The collector uses the
+    # content that it has received under the other name.
     if entry.kind == HARD_LINK:
         for name in entry.names:
             collector.add_hard_link(name, entry.link)
@@ -674,11 +688,11 @@ def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> Imag
     if not relevant_names:
         return entry
     # A large file is not read, which limits memory. None tells the collector that the file was skipped.
-    data = None
+    content = None
     if entry.size_bytes <= MAX_FILE_BYTES:
-        data = entry.read()
+        content = entry.read()
     for name in relevant_names:
-        collector.add(name, data)
-    if data is None:
+        collector.add(name, content)
+    if content is None:
         return entry
-    return entry.with_read_content(data)
+    return entry.with_read_content(content)

@@ -326,12 +326,13 @@ def read(path: Path) -> SifImage:
 def parse(path: Path, stream: BinaryIO) -> SifImage:
     """Return the header, the table of data objects and imgkit's record of an open .sif.
 
-    The function reads no other content, but checks that all objects are inside the file. `path` is only used
-    in messages.
+    The record is a data object in which imgkit notes from which image and how it made the file. It is None in
+    a file of another program. The function reads no other content, but checks that all objects are inside the
+    file. `path` is only used in messages.
 
     Raises
     ------
-    CheckFailed : as in `read`.
+    CheckFailed : the file is not a .sif, is cut short, or has an impossible table.
     """
     file_bytes = os.fstat(stream.fileno()).st_size
     header = _read_header(path, stream)
@@ -341,8 +342,10 @@ def parse(path: Path, stream: BinaryIO) -> SifImage:
     raw_table = stream.read(table_bytes)
     if len(raw_table) < table_bytes:
         raise CheckFailed(f"cut short within its descriptor table, at {file_bytes} bytes", where=str(path))
+    # One descriptor for each data object. It has the position and size of the object in the file.
     table = tuple(map(Descriptor._make, DESCRIPTOR.iter_unpack(raw_table)))
     sif = SifImage(path=path, header=header, table=table, size_bytes=file_bytes, record=None)
+    # Check all descriptors before the record is read by one of them.
     for descriptor in sif.descriptors:
         if descriptor.offset < 0 or descriptor.size_bytes < 0 or descriptor.end > file_bytes:
             raise CheckFailed(
@@ -366,10 +369,10 @@ def _read_header(path: Path, stream: BinaryIO) -> Header:
     ------
     CheckFailed : the file is not a .sif, or its header describes an impossible table.
     """
-    raw = stream.read(HEADER.size)
-    if len(raw) < HEADER.size or not raw.startswith(MAGIC, MAGIC_OFFSET):
+    header_bytes = stream.read(HEADER.size)
+    if len(header_bytes) < HEADER.size or not header_bytes.startswith(MAGIC, MAGIC_OFFSET):
         raise CheckFailed("not a .sif file (no SIF_MAGIC in its header)", where=str(path))
-    header = Header._make(HEADER.unpack(raw))
+    header = Header._make(HEADER.unpack(header_bytes))
     is_count_possible = 0 <= header.free <= header.total <= _MAX_DESCRIPTORS
     is_table_behind_header = header.table_offset >= HEADER.size
     is_table_large_enough = header.table_bytes >= header.total * DESCRIPTOR.size
@@ -412,7 +415,10 @@ def _read_data(stream: BinaryIO, descriptor: Descriptor) -> bytes:
 
 
 def read_object(image: SifImage, descriptor: Descriptor) -> bytes:
-    """Return the content of a small data object (at most 4 MiB of it)."""
+    """Return the content of a small data object (at most 4 MiB of it).
+
+    `image` was parsed earlier. `descriptor` has the position of the object in the file.
+    """
     with files.open_regular(image.path) as stream:
         return _read_data(stream, descriptor)
 
@@ -420,9 +426,10 @@ def read_object(image: SifImage, descriptor: Descriptor) -> bytes:
 def record_text(record: ImgkitRecord) -> bytes:
     """Return the JSON of `record`."""
     values = dataclasses.asdict(record)
-    # Only the record of a .sqsh has an architecture.
+    # Only the record of a .sqsh has an architecture. A .sif has it in its header.
     if not record.arch:
         del values["arch"]
+    # `seal` adds a digest of the values, which `parse_record` checks.
     values = json_text.seal({"schema": RECORD_SCHEMA, **values})
     return json.dumps(values, indent=1, sort_keys=True).encode()
 
@@ -442,7 +449,7 @@ def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
                 where=str(path),
                 hint="convert the image again with this version: imgkit sif; or update imgkit",
             )
-        json_text.unseal(values)
+        json_text.unseal(values)  # checks the digest of the values, and removes it
         # The version of the form is not a field of `ImgkitRecord`, which is built from `values` below.
         del values["schema"]
         record: ImgkitRecord = json_text.build_value(ImgkitRecord, values, "it", closed=True)
@@ -473,9 +480,10 @@ def identify(path: Path, sif: SifImage) -> tuple[str, str]:
     """Return the image id of the .sif `path`, and the hex digest of its root partition.
 
     `sif` is the parsed file. A .sif that another tool wrote contains no image id. Then the id is made from
-    the digest: ``sha256:DIGEST``.
+    the digest: ``sha256:DIGEST``. If imgkit wrote the file, the digest is the recorded one, and the root
+    partition is not read.
     """
-    if sif.record is None:
+    if sif.record is None:  # another tool wrote the file
         digest = root_sha256(path)
         return f"sha256:{digest}", digest
     digest = sif.record.root_sha256
@@ -508,6 +516,7 @@ def check_structure(path: Path) -> SifImage:
     superblock = root_superblock(sif)
     if superblock is None:
         raise CheckFailed("a .sif was written without a squashfs root partition", where=str(path))
+    # The superblock, the header of the squashfs, says how many bytes the squashfs has.
     root_bytes = sif.require_root().size_bytes
     if superblock.used_bytes > root_bytes:
         raise CheckFailed(

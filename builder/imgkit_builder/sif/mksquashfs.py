@@ -77,6 +77,7 @@ def find_programs() -> tuple[Path, ...]:
     container runtimes, and the paths in the configuration files of the runtimes.
     """
     sbin = os.pathsep.join(_SBIN_FOLDERS)
+    # The order is that of preference: the user's PATH first, then the programs of the runtimes.
     programs = [shutil.which("mksquashfs") or shutil.which("mksquashfs", path=sbin)]
     for name in _RUNTIMES:
         runtime = shutil.which(name)
@@ -84,7 +85,7 @@ def find_programs() -> tuple[Path, ...]:
             prefix = Path(runtime).resolve().parents[1]  # "/usr" of "/usr/bin/apptainer"
             programs += _find_bundled(prefix)
             programs += _find_configured(prefix)
-    existing = [Path(program) for program in programs if program]
+    existing = [Path(program) for program in programs if program]  # without None, for what was not found
     # A dict drops repeated paths but keeps their order, unlike a set.
     return tuple(dict.fromkeys(existing))
 
@@ -106,8 +107,8 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
     """Yield the mksquashfs from a line like ``mksquashfs path = /opt/bin`` in a runtime's configuration file.
 
     `prefix` is the folder in which the runtime is installed. The configuration file is below it, or in /etc
-    if `prefix` is ``/usr``. The value may be the path of the program or of its folder. If the program does
-    not exist, the function yields None.
+    if `prefix` is ``/usr``. The value may be the path of the program or of its folder. For a setting whose
+    program does not exist, the function yields None.
     """
     folders = [prefix / "etc", *prefix.glob("*/etc")]
     if prefix == Path("/usr"):
@@ -115,20 +116,20 @@ def _find_configured(prefix: Path) -> Iterator[str | None]:
     for folder, runtime_name in itertools.product(folders, _RUNTIMES):
         try:
             with files.open_regular(folder / runtime_name / f"{runtime_name}.conf") as stream:
-                text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
-        except OSError:
+                config_text = stream.read(_MAX_CONFIG_BYTES).decode("utf-8", "replace")
+        except OSError:  # most of these files do not exist
             continue
-        values = _CONFIGURED_PATH.findall(text)
-        if values:
-            path = values[-1]  # if the setting is repeated, the last line is valid
+        configured_paths = _CONFIGURED_PATH.findall(config_text)
+        if configured_paths:
+            path = configured_paths[-1]  # if the setting is repeated, the last line is valid
             # First take the value as a program, then as a folder.
             yield shutil.which(path) or shutil.which("mksquashfs", path=path)
 
 
 def read_version(program: Path) -> str:
     """Return the version that ``mksquashfs -version`` prints, or ``"unknown"``."""
-    output = run([program, "-version"], check=False).output
-    match = re.search(r" version (\S+)", output)  # "mksquashfs version 4.5.1 (2022/03/17)"
+    version_output = run([program, "-version"], check=False).output
+    match = re.search(r" version (\S+)", version_output)  # "mksquashfs version 4.5.1 (2022/03/17)"
     if match is None:
         return "unknown"
     return match[1]
@@ -136,11 +137,14 @@ def read_version(program: Path) -> str:
 
 def has_option(program: Path, option: str) -> bool:
     """Return whether the program's help has a line that begins with the regular expression `option`."""
-    return re.search(rf"^\s*{option}", _help(program, program.stat().st_mtime_ns), re.MULTILINE) is not None
+    return (
+        re.search(rf"^\s*{option}", _read_help(program, program.stat().st_mtime_ns), re.MULTILINE) is not None
+    )
 
 
 @functools.cache
-def _help(program: Path, _changed_ns: int) -> str:
+def _read_help(program: Path, _changed_ns: int) -> str:
+    """Return the help of `program`. `_changed_ns` is the time of its last change."""
     # `_changed_ns` is part of the cache key: an updated program is asked again. The exit code is ignored,
     # since -help exits with 0 or 1, depending on the version. From 4.7 on, only -help-all lists all options.
     return "".join(run([program, option], check=False).output for option in ("-help", "-help-all"))
@@ -175,7 +179,7 @@ def gather_limits(root: Path = Path("/")) -> Limits:
     """
     processors = process.count_processors()
     memory_limits = []
-    for folder in _group_folders(root):
+    for folder in _list_group_folders(root):
         quota = _read_cpu_quota(folder)
         if quota is not None:
             processors = min(processors, max(1, int(quota)))
@@ -185,7 +189,7 @@ def gather_limits(root: Path = Path("/")) -> Limits:
     return Limits(processors=processors, memory_bytes=min(memory_limits, default=None))
 
 
-def _group_folders(root: Path) -> Iterator[Path]:
+def _list_group_folders(root: Path) -> Iterator[Path]:
     """Yield the folders of this process's control groups and of all their parent groups.
 
     The folders contain files with the limits. Every level may set a limit, so the folder
@@ -196,8 +200,9 @@ def _group_folders(root: Path) -> Iterator[Path]:
         match = _GROUP.fullmatch(line)
         if match is None:
             continue
+        # In v1, each controller has its own hierarchy, and only two of them limit what is needed here. In v2,
+        # there is one hierarchy, and its line in /proc/self/cgroup names no controller.
         controllers = match["controllers"]
-        # In v1, each controller has its own hierarchy, and only two of them limit what is needed here.
         is_v2 = not controllers
         has_limits = not {"cpu", "memory"}.isdisjoint(controllers.split(","))
         if not is_v2 and not has_limits:

@@ -90,7 +90,8 @@ def add_object(path: Path, new: NewObject) -> Descriptor:
         descriptor = _make_descriptor(
             new, new.size_bytes, id=_find_unused_id(sif), end=sif.end, time_s=sif.header.created_s
         )
-        # Bytes of a removed object may follow the last object. They must not end up in the padding.
+        # Bytes of a removed object may follow the last object. They must not end up in the padding. After
+        # `truncate`, the system fills the gap before `offset` with zeros.
         stream.truncate(sif.end)
         stream.seek(descriptor.offset)
         stream.writelines(_chunks(new.data))
@@ -160,6 +161,8 @@ def _chunks(data: bytes | Path) -> Iterator[bytes]:
 def remove_objects(path: Path, ids: Collection[int]) -> None:
     """Remove the objects `ids` from the .sif `path`. The file then ends with the last remaining object.
 
+    An object in front of it is filled with zeros, because other objects are not moved.
+
     Raises
     ------
     CheckFailed : the file is not a .sif.
@@ -169,7 +172,7 @@ def remove_objects(path: Path, ids: Collection[int]) -> None:
         removed = [descriptor for descriptor in sif.descriptors if descriptor.id in ids]
         remaining = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
         end = max((descriptor.end for descriptor in remaining), default=sif.header.data_offset)
-        for descriptor in removed:
+        for descriptor in removed:  # an object after `end` is cut off below
             # Zeros make the bytes independent of what was removed, and leave nothing to read for others.
             _write_zeros(stream, descriptor.offset, min(descriptor.end, end))
             _write_descriptor(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
@@ -265,6 +268,7 @@ def write_metadata(path: Path, metadata: SifMetadata) -> None:
 def has_metadata(sif: image.SifImage, metadata: SifMetadata) -> bool:
     """Return whether the header and objects of the .sif are still those that `write_metadata` writes.
 
+    `metadata` contains the objects before the root partition, which is the squashfs with the image's files.
     A signature that was added later makes no difference. It changes two counts and the modification time in
     the header, so these three fields are not compared.
     """
@@ -278,6 +282,7 @@ def has_metadata(sif: image.SifImage, metadata: SifMetadata) -> bool:
     # Later objects, such as signatures, follow these descriptors and are not compared.
     if _pack_table(sif.table[: len(descriptors)]) != _pack_table(descriptors):
         return False
+    # The last descriptor is that of the root partition, which is not compared here.
     for new, descriptor in zip(metadata.objects, descriptors[:-1], strict=True):
         if image.read_object(sif, descriptor) != new.data:
             return False
@@ -298,7 +303,8 @@ def _make_descriptors(metadata: SifMetadata, root_bytes: int) -> list[Descriptor
 
     The last descriptor is that of the root partition, whose size is `root_bytes`.
     """
-    # The objects follow each other without gaps. Only the partition is aligned.
+    # The objects follow each other without gaps. Only the partition is aligned, because the kernel mounts it
+    # from the file. `has_metadata` compares these descriptors with an existing file, so their time is fixed.
     descriptors: list[Descriptor] = []
     end = _DATA_OFFSET
     for id, new in enumerate(metadata.objects, 1):
@@ -380,8 +386,9 @@ class Sif(Format):
     ) -> image.ImgkitRecord | None:
         """Return the record of the .sif `path` if the file need not be written again, else None.
 
-        The file is kept if `accepts` is true for its record, and if the squashfs and the objects that imgkit
-        wrote are undamaged.
+        A record is a data object in which imgkit notes from which image and how it made the file. The file is
+        kept if `accepts` is true for its record, and if the squashfs and the objects that imgkit wrote are
+        undamaged. A damaged file is no error here, because it will be written again.
         """
         try:
             sif = image.read(path)

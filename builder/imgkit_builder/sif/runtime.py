@@ -124,6 +124,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             f"{path} is not Singularity 3.x or Apptainer: its --version prints {first_line!r}",
             hint=module_hint or "choose another: --runtime-command COMMAND",
         )
+    # Only some versions have these options. The help shows which ones.
     build_help = _ask(path, "build", "--help").output
     return RuntimeTool(
         path=path,
@@ -145,16 +146,16 @@ def setting(tool: RuntimeTool, name: str) -> str:
     build_config = _ask(tool.path, "buildcfg").output
     # "APPTAINER_CONF_FILE=/etc/apptainer/apptainer.conf"
     match = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", build_config, re.MULTILINE)
-    if match is None:
+    if match is None:  # a runtime without the command `buildcfg`
         return ""
     try:
-        text = files.read_text(Path(match[1]), errors="replace")
+        config_text = files.read_text(Path(match[1]), errors="replace")
     except OSError:
         return ""
-    values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", text, re.MULTILINE)
-    if not values:
+    setting_values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", config_text, re.MULTILINE)
+    if not setting_values:
         return ""
-    return str(values[-1])  # if the setting is repeated, the last line is valid
+    return str(setting_values[-1])  # if the setting is repeated, the last line is valid
 
 
 def runtime_if_any(command: str | None) -> RuntimeTool | None:
@@ -243,6 +244,9 @@ def _stream_output(
 ) -> int:
     """Run `argv` through spython, and return the exit code.
 
+    Between them is ``supervisor.py``, which puts the runtime into its own process group, so that all its
+    processes can be ended together.
+
     Parameters
     ----------
     path : the runtime that `argv` starts. Its folder is added to PATH, because the runtime's other programs
@@ -257,12 +261,14 @@ def _stream_output(
     # Without `dir=`, `tempfile` would use the folder of this process's environment, which it caches.
     tmpdir = env.get("TMPDIR") or os.environ.get("TMPDIR")
     if tmpdir and not Path(tmpdir).is_dir():
-        tmpdir = None
+        tmpdir = None  # then `tempfile` chooses
     with tempfile.TemporaryDirectory(prefix="imgkit-run-", dir=tmpdir) as scratch:
-        pid_file = Path(scratch) / "pid"
+        pid_file = Path(scratch) / "pid"  # the supervisor writes it, and `_kill_group` reads it
         # The runtime finds other programs on PATH, for example mksquashfs.
         search_path = f"{path.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-        supervised_argv = _supervisor_argv(argv, pid_file, folder=folder, env={"PATH": search_path, **env})
+        supervised_argv = _make_supervisor_argv(
+            argv, pid_file, folder=folder, env={"PATH": search_path, **env}
+        )
         try:
             # The pattern matches nothing. spython's default pattern drops every line that contains "Progess".
             for line in stream_command(supervised_argv, output_type="both", no_newline_regexp=r"(?!)"):
@@ -275,7 +281,7 @@ def _stream_output(
     return 0
 
 
-def _supervisor_argv(
+def _make_supervisor_argv(
     argv: Sequence[str], pid_file: Path, *, folder: Path, env: Mapping[str, str]
 ) -> list[str]:
     """Return the command that runs `argv` under ``supervisor.py``, in `folder` and with `env` added."""
@@ -297,6 +303,7 @@ def _kill_group(pid_file: Path) -> None:
     All these processes are in one process group. The supervisor has written its number to `pid_file`. The
     processes get SIGTERM, and after 3 s SIGKILL.
     """
+    # The supervisor leads the group, so its pid is also the number of the group.
     try:
         group = int(pid_file.read_text())
     except (OSError, ValueError):
@@ -325,11 +332,11 @@ def scratch_env(folder: Path) -> dict[str, str]:
     cache = folder / "cache"
     temporary.mkdir(exist_ok=True)
     cache.mkdir(exist_ok=True)
-    values = {"TMPDIR": str(temporary)}
+    variables = {"TMPDIR": str(temporary)}
     for prefix in ("APPTAINER", "SINGULARITY"):
-        values[f"{prefix}_TMPDIR"] = str(temporary)
-        values[f"{prefix}_CACHEDIR"] = str(cache)
-    return values
+        variables[f"{prefix}_TMPDIR"] = str(temporary)
+        variables[f"{prefix}_CACHEDIR"] = str(cache)
+    return variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,8 +372,8 @@ def isolation(tool: RuntimeTool) -> Isolation:
     with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
         for name in ("dev", "proc", "sys", "tmp"):
             (Path(empty) / name).mkdir()
-        result = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
-    is_refused = "network" in result.output.lower()
+        attempt = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
+    is_refused = "network" in attempt.output.lower()
     return Isolation(network=is_refused)
 
 

@@ -33,7 +33,9 @@ _SPECIAL_FILES = {CHARACTER: "a device", BLOCK: "a device", FIFO: "a FIFO"}
 
 
 def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
-    """Write `image` as an OCI folder into the workspace. The runtime builds the .sif from this folder.
+    """Write `image` as an OCI folder into the folder for temporary files (workspace).
+
+    The runtime builds the .sif from this OCI folder.
 
     Raises
     ------
@@ -47,6 +49,7 @@ def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
         job.clock,
         unpack_limit_bytes=job.options.unpack_limit_bytes,
     )
+    # Before the runtime starts, because it would write through such links.
     refuse_links(oci.layer_paths, image.name)
     return oci
 
@@ -75,9 +78,9 @@ def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
     """
     job.clock.stage(f"build with {tool}")
     arguments = build_arguments(tool, job.compression, job.work.part, oci_address(name))
-    output = job.run(*arguments)
+    build_output = job.run(*arguments)
     log_hint = f"the full log: {job.log.name}"
-    if EMPTY_IMAGE in output:
+    if EMPTY_IMAGE in build_output:
         raise ToolFailed(
             f"{tool} did not read the layers: it found no programs in the image ({EMPTY_IMAGE!r})",
             hint=f"another version of it, or install mksquashfs and use --writer imgkit; {log_hint}",
@@ -118,7 +121,8 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
     ------
     CheckFailed : the image has such a link or device, or a layer is not a tar.
     """
-    # The check needs the merged tree of all layers, since a later layer may replace or delete a link.
+    # The check needs the merged tree of all layers, since a later layer may replace or delete a link. The
+    # layers must be added lowest first.
     tree = LayerTree(where)
     for layer in layers:
         tree.add_layer(tar_read.read_headers(layer))
@@ -126,7 +130,7 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
     for file in tree.special_files(META):
         raise _special_file_error(file, "the runtime puts its own files there", where)
     for path in (*_WRITTEN_FOLDERS, *_WRITTEN_FILES):
-        link = tree.find_escape(path)
+        link = tree.find_escape(path)  # the first link through which the path leaves the image
         if link is not None:
             reason = f"the runtime would write to /{path} through it: into this machine"
             raise _special_file_error(link, reason, where)

@@ -136,9 +136,10 @@ def variables(script: str) -> dict[str, str]:
     """Return the variables that a script sets: ``export A="1"`` -> ``{"A": "1"}``.
 
     `script` is the text of the file `ENVIRONMENT` in a .sif, written by imgkit or a runtime. The function
-    only parses the script, because it is not safe to run a script of unknown origin.
+    only parses the script, because it is not safe to run a script of unknown origin. A line that cannot be
+    parsed is left out.
     """
-    values = {}
+    variable_values = {}
     for line in script.splitlines():
         match = _ASSIGNMENT.fullmatch(line)
         if match is None:
@@ -147,8 +148,8 @@ def variables(script: str) -> dict[str, str]:
         quoted_value = _strip_default(name, match["value"])
         # shlex raises ValueError for a quote that is not closed. A value of several lines is left out.
         with contextlib.suppress(ValueError):
-            values[name] = "".join(shlex.split(quoted_value))
-    return values
+            variable_values[name] = "".join(shlex.split(quoted_value))
+    return variable_values
 
 
 def _strip_default(name: str, value: str) -> str:
@@ -168,11 +169,11 @@ def _can_export(name: str, value: str | None) -> bool:
 
     It cannot if a shell does not allow the name, or if the value is not text.
     """
-    text = value or ""
-    if not _VARIABLE_NAME.fullmatch(name) or "\0" in text:
+    value_text = value or ""
+    if not _VARIABLE_NAME.fullmatch(name) or "\0" in value_text:
         return False
     try:
-        text.encode()
+        value_text.encode()
     except UnicodeEncodeError:  # a lone surrogate, which stands for a byte that is not UTF-8
         return False
     return True

@@ -90,6 +90,7 @@ def mount_points(config: ImageConfig) -> tuple[ImageEntry, ...]:
     """Return folders and empty files that are added to an image if their paths are unused.
 
     They are the paths on which a runtime mounts something, and the image's working folder with its parents.
+    In a read-only image, a runtime cannot create them.
     """
     created_s = creation_time_s(config.created)
     entries = {entry.name: entry for entry in runtime_files.mount_points(created_s)}
@@ -114,7 +115,8 @@ def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) 
     """Yield `entries` without devices and without the content of /dev.
 
     enroot unpacks a .sqsh as an ordinary user, who cannot create devices. A runtime mounts the host's /dev
-    anyway. If devices outside /dev are left out, `note` receives a sentence for the user.
+    anyway. If devices outside /dev are left out, `note` receives a sentence for the user after the last
+    entry.
 
     Raises
     ------
@@ -127,10 +129,13 @@ def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) 
                 "/etc of the image is not a folder, and enroot reads its files there on the host",
                 hint="make a .sif of it: imgkit sif IMAGE",
             )
+        # One file may have several names (hard links), of which only some are in /dev. The folder /dev itself
+        # is kept, so that a runtime can mount the host's /dev on it.
         dev_names = [name for name in entry.names if name.startswith("dev/")]
         remaining = entry.without_names(dev_names)
-        if remaining is None:
+        if remaining is None:  # all its names are in /dev
             continue
+        # A hard link comes after its file, so a device is already listed when a link to it comes.
         is_link_to_device = remaining.kind == HARD_LINK and remaining.link in devices
         if remaining.kind in (CHARACTER, BLOCK):
             devices += remaining.names
@@ -144,7 +149,7 @@ def _is_set_by_enroot(name: str) -> bool:
     return _VARIABLE_NAME.fullmatch(name) is not None and not name.startswith(_RESERVED)
 
 
-def _variables(config: ImageConfig) -> dict[str, str]:
+def _select_variables(config: ImageConfig) -> dict[str, str]:
     # If a name has two values, the dict keeps the last one, as docker run does.
     return {name: value or "" for name, value in config.env if _is_set_by_enroot(name)}
 
@@ -158,7 +163,7 @@ def _environment(config: ImageConfig) -> str:
     """
     lines = []
     # The right side of `|` has priority: settings for GPUs in the image replace the defaults.
-    for name, value in (_GPUS | _variables(config)).items():
+    for name, value in (_GPUS | _select_variables(config)).items():
         problem = _find_value_problem(value)
         if problem:
             raise UsageError(
@@ -195,7 +200,7 @@ def _find_text_problem(text: str) -> str:
     return ""
 
 
-def _restoring_lines(config: ImageConfig) -> str:
+def _make_restoring_lines(config: ImageConfig) -> str:
     """Return the lines of the start script that restore quotes which enroot removes from values.
 
     enroot removes quotes twice: first the pair that `_environment` adds, and then a pair that belongs to the
@@ -203,7 +208,7 @@ def _restoring_lines(config: ImageConfig) -> str:
     again.
     """
     lines = []
-    for name, value in _variables(config).items():
+    for name, value in _select_variables(config).items():
         bare = value.rstrip()
         has_pair = bare.startswith(_REMOVED_PAIRS) and bare.endswith(_REMOVED_PAIRS)
         # A single character both begins and ends the value, but is no pair.
@@ -232,7 +237,7 @@ def _start_script(config: ImageConfig) -> str:
         workdir=shlex.quote(posixpath.join("/", config.workdir)),
         set_cmd=shlex.join(("set", "--", *cmd)),
         exec_entrypoint=shlex.join(("exec", *config.entrypoint)),
-        restored=_restoring_lines(config),
+        restored=_make_restoring_lines(config),
     )
 
 
@@ -321,7 +326,8 @@ def check_structure(path: Path) -> Superblock:
             hint="copy it again",
         )
     with files.open_regular(path) as stream:
-        # After the squashfs, a file of another program has only padding, and a file of imgkit has a record.
+        # After the squashfs, a file of another program has only padding, and a file of imgkit has a record
+        # (the source of the file, and how it was made).
         stream.seek(superblock.used_bytes)
         is_padding = not stream.read(_PADDING_BYTES).strip(b"\0")
         has_record = files.has_trailer(stream, MARK)
@@ -337,25 +343,32 @@ def check_structure(path: Path) -> Superblock:
 def read_record(path: Path) -> ImgkitRecord | None:
     """Return imgkit's record of the .sqsh `path`, or None if another program wrote the file.
 
+    The record says from which image and how imgkit made the file.
+
     Raises
     ------
     CheckFailed : its record is damaged.
     """
-    text = _record_text(path)
-    if text is None:
+    record_text = _read_record_text(path)
+    if record_text is None:
         return None
-    return image.parse_record(path, text)
+    return image.parse_record(path, record_text)
 
 
-def _record_text(path: Path) -> bytes | None:
-    """Return the JSON of the record at the end of the .sqsh `path`, or None if the file has none."""
+def _read_record_text(path: Path) -> bytes | None:
+    """Return the JSON of the record at the end of the .sqsh `path`, or None if the file has none.
+
+    Raises
+    ------
+    CheckFailed : the record is damaged.
+    """
     with files.open_regular(path) as stream:
         if not files.has_trailer(stream, MARK):
             return None
-        text = files.read_trailer(stream, 0, os.fstat(stream.fileno()).st_size, MARK)
-    if text is None:
+        record_text = files.read_trailer(stream, 0, os.fstat(stream.fileno()).st_size, MARK)
+    if record_text is None:
         raise CheckFailed("its record is damaged", where=str(path), hint="copy it again")
-    return text
+    return record_text
 
 
 def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
@@ -367,7 +380,7 @@ def hash_sqsh(path: Path, *, advance: Advance | None = None) -> tuple[str, str]:
     ------
     CheckFailed : its record is damaged.
     """
-    record = _record_text(path)
+    record = _read_record_text(path)
     squashfs_bytes = path.stat().st_size
     if record is not None:
         squashfs_bytes -= len(files.make_trailer(record, MARK))
@@ -411,6 +424,7 @@ class Sqsh(Format):
         """Append the record with the squashfs' digest. Return the record and the checksum of the file."""
         with files.open_regular(path) as stream:
             digest = files.start_sha256(stream, 0, path.stat().st_size, advance=advance)
+        # Until now, the file is only the squashfs. Store its digest before the record is appended.
         record = dataclasses.replace(record, root_sha256=digest.hexdigest())
         trailer = files.make_trailer(image.record_text(record), MARK)
         files.append_file(path, trailer)
@@ -422,7 +436,9 @@ class Sqsh(Format):
     ) -> ImgkitRecord | None:
         """Return the record of the .sqsh `path` if the file need not be written again, else None.
 
-        The file is kept if `accepts` is true for its record, and its content matches the recorded digests.
+        A record is imgkit's note at the end of the file: from which image and how it was made. The file is
+        kept if `accepts` is true for its record, and its content matches the recorded digests. A damaged file
+        is no error here, because it will be written again.
         """
         if not is_sqsh(path):
             return None
@@ -430,6 +446,7 @@ class Sqsh(Format):
             record = read_record(path)
             if record is None or not accepts(record):
                 return None
+            # The digest of the whole file is in a second file, for `sha256sum -c`.
             checksum = sidecar.read_sha256(path)
             # The slowest check comes last: it reads the whole file.
             squashfs_sha256, file_sha256 = hash_sqsh(path)

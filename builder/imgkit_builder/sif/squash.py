@@ -183,6 +183,7 @@ def write(
     )
     sent_count = squasher.write(strip_attributes(entries, job.clock.note), target, job)
     stored_count = _count_names(path, offset)
+    # Compare before `set_root` changes the file, and before anything else uses it.
     if stored_count != sent_count:
         raise CheckFailed(
             f"the squashfs has other names than were sent: {stored_count} of {sent_count}",
@@ -228,7 +229,10 @@ class TarMksquashfs(Squasher):
         return argv
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
-        """Send `entries` to the program as a tar through its standard input."""
+        """Send `entries` to the program as a tar through its standard input.
+
+        The result is the number of names, which the caller compares with the squashfs.
+        """
         argv = self.argv(target)
         job.log.write(f"$ ... | {' '.join(argv)}\n")
         with running(argv, job) as sink:
@@ -236,16 +240,16 @@ class TarMksquashfs(Squasher):
 
 
 def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> int:
-    """Write `entries` to `sink` as a tar, and return the number of names in it.
+    """Write `entries` to `sink` as a tar for mksquashfs, and return the number of names in it.
 
-    Hard links are written directly after their file, because mksquashfs 4.5.1 loses a hard link that comes
-    before its file.
+    The caller compares this number with the number of names in the squashfs. Hard links are written directly
+    after their file, because mksquashfs 4.5.1 loses a hard link that comes before its file.
     """
     name_count = 0
     for entry in entries:
         name_count += len(entry.names)
-        # An entry that was not changed still has the header from its source.
-        sink.write(entry.header or _tar_header(entry))
+        # An entry that was not changed still has the header from its source. `ImageEntry.changed` empties it.
+        sink.write(entry.header or _make_tar_header(entry))
         if entry.size_bytes:
             for chunk in entry.content:
                 sink.write(chunk)
@@ -257,7 +261,7 @@ def write_tar(entries: Iterator[ImageEntry], sink: IO[bytes]) -> int:
     return name_count
 
 
-def _tar_header(entry: ImageEntry) -> bytes:
+def _make_tar_header(entry: ImageEntry) -> bytes:
     """Return the header blocks of a tar that come before the content of `entry`."""
     return tar_write.header(
         entry.name,
@@ -290,14 +294,17 @@ class OldMksquashfs(Squasher):
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
         """Write the files to disk, pack them into a squashfs, and copy the squashfs into the target's file.
 
-        An old mksquashfs cannot read a tar or write into the middle of a file.
+        An old mksquashfs cannot read a tar or write into the middle of a file. The result is the number of
+        names, which the caller compares with the squashfs.
         """
         tree = UnpackedTree(target.folder / "tree")
         name_count = 0
         for entry in entries:
             tree.add(entry)
             name_count += len(entry.names)
+        # After the last entry, because every new file changes the time of its folder.
         tree.finish(target.created_s)
+        # The pseudo file: owners, permissions and devices, which an ordinary user cannot set on disk.
         (target.folder / "owners").write_bytes(b"".join(tree.pseudo_file()))
         for loss in tree.losses():
             job.clock.note(f"{loss} (mksquashfs 4.5 or later loses nothing)")
@@ -310,12 +317,13 @@ class OldMksquashfs(Squasher):
             pass
         # The disk may not have space for the files, the squashfs and its copy at the same time.
         remove_tree(tree.root)
-        _move_into(target.folder / "root.sqfs", target)
+        _copy_into_target(target.folder / "root.sqfs", target)
         return name_count
 
 
-def _move_into(squashfs: Path, target: SquashTarget) -> None:
+def _copy_into_target(squashfs: Path, target: SquashTarget) -> None:
     """Copy the file `squashfs` to byte `target.offset` of the target's file, and remove `squashfs`."""
+    # The target's file is not emptied when it is opened, because it may have a header before `target.offset`.
     with (
         files.open_regular(squashfs) as source,
         files.open_own(target.path, os.O_RDWR | os.O_CREAT, "r+b") as stream,
@@ -350,7 +358,7 @@ class UnpackedTree:
         self._lost_attributes = 0
         root.mkdir(mode=0o700)
         # A file system may set an attribute on every new file, as SELinux does. mksquashfs would store it.
-        self._is_labelled = bool(_attributes(root))
+        self._is_labelled = bool(_list_attributes(root))
 
     def add(self, entry: ImageEntry) -> None:
         """Write the entry to disk under its first name, and create a hard link for each other name.
@@ -368,7 +376,7 @@ class UnpackedTree:
                 elif entry.kind == HARD_LINK:
                     self._link(name, entry.link)
                 else:
-                    self._create(entry)
+                    self._write_entry(entry)
             except OSError as error:
                 if error.errno in files.FULL:
                     raise  # `workspace.workspace` turns this error into a message about the full disk
@@ -401,7 +409,7 @@ class UnpackedTree:
                 hint="squashfs-tools 4.5 or later",
             )
 
-    def _create(self, entry: ImageEntry) -> None:
+    def _write_entry(self, entry: ImageEntry) -> None:
         """Write the file, folder, link or FIFO to disk, and add its line to the pseudo file.
 
         A device is not written, because an ordinary user cannot create devices. Its line in the pseudo file
@@ -411,7 +419,7 @@ class UnpackedTree:
         if entry.kind in _DEVICES:
             major, minor = entry.device
             device = f"{_DEVICES[entry.kind]} {mode:o} {entry.uid} {entry.gid} {major} {minor}"
-            self._definitions[entry.name] = sys.intern(device)
+            self._definitions[entry.name] = sys.intern(device)  # equal lines share one object, to save memory
             return
         path = self._path(entry.name)
         _write_to_disk(entry, path)
@@ -421,6 +429,7 @@ class UnpackedTree:
         # The time is set last, because writing content and attributes changes it.
         os.utime(path, (time_s, time_s), follow_symlinks=False)
         if entry.kind == DIRECTORY:
+            # Later entries in the folder change its time. `finish` sets it again.
             self._folder_times[entry.name] = time_s
         if entry.kind == SYMLINK:
             mode = 0o777  # Linux gives every symlink this mode
@@ -436,7 +445,7 @@ class UnpackedTree:
         CheckFailed : `target` is a folder or has not been written.
         """
         definition = self._definitions.get(target)
-        if definition is None or target in self._folder_times:
+        if definition is None or target in self._folder_times:  # `_folder_times` has all folders
             raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")
         if not _is_device(definition):
             os.link(self._path(target), self._path(name), follow_symlinks=False)
@@ -471,7 +480,7 @@ class UnpackedTree:
     def pseudo_file(self) -> Iterator[bytes]:
         """Yield the lines of the pseudo file."""
         for name, definition in self._definitions.items():
-            escaped_name = _PSEUDO_SPECIAL.sub(rb"\\\g<0>", _raw(name))
+            escaped_name = _PSEUDO_SPECIAL.sub(rb"\\\g<0>", _encode_path(name))
             yield escaped_name + f" {definition}\n".encode()
 
     def losses(self) -> Iterator[str]:
@@ -483,7 +492,7 @@ class UnpackedTree:
             yield f"{device_count} devices get the current time"
 
     def _path(self, name: str) -> Path:
-        return self.root / os.fsdecode(_raw(name))
+        return self.root / os.fsdecode(_encode_path(name))
 
 
 def _write_to_disk(entry: ImageEntry, path: Path) -> None:
@@ -503,14 +512,14 @@ def _write_to_disk(entry: ImageEntry, path: Path) -> None:
     elif entry.kind == DIRECTORY:
         path.mkdir(mode=0o700)
     elif entry.kind == SYMLINK:
-        path.symlink_to(os.fsdecode(_raw(entry.link)))
+        path.symlink_to(os.fsdecode(_encode_path(entry.link)))
     elif entry.kind == FIFO:
         os.mkfifo(path, 0o600)  # noqa: TID251 - a folder of this process
     else:
         raise CheckFailed(f"{entry.name!r} is of the unknown type {entry.kind!r}", where="the merged layers")
 
 
-def _attributes(path: Path) -> list[str]:
+def _list_attributes(path: Path) -> list[str]:
     """Return the names of the extended attributes of `path`."""
     try:
         return os.listxattr(path)
@@ -523,7 +532,7 @@ def _is_device(definition: str) -> bool:
     return not definition.startswith("m")
 
 
-def _raw(text: str) -> bytes:
+def _encode_path(text: str) -> bytes:
     """Return the bytes of a name or link target, which need not be valid UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
@@ -653,8 +662,9 @@ def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
     ------
     ValueError, struct.error : the table is compressed or damaged.
     """
-    superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
-    (end,) = _unpack(stream, _OFFSET, offset + _table_after_folders(superblock))
+    # All positions in a squashfs count from its first byte, which is at `offset` of the file.
+    superblock = Superblock(*_read_struct(stream, image.SUPERBLOCK, offset))
+    (end,) = _read_struct(stream, _OFFSET, offset + _find_index_after_folders(superblock))
     position = superblock.directory_table
     while position < end:
         block = _read_metadata_block(stream, offset + position)
@@ -664,7 +674,7 @@ def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
         position += _BLOCK_HEADER.size + len(block)
 
 
-def _table_after_folders(superblock: Superblock) -> int:
+def _find_index_after_folders(superblock: Superblock) -> int:
     """Return the offset of the index that belongs to the table after the table of folders.
 
     The first number in the index is the start of its table, which is the end of the table of folders. The
@@ -677,7 +687,7 @@ def _table_after_folders(superblock: Superblock) -> int:
     return superblock.owner_table
 
 
-def _unpack(stream: BinaryIO, form: struct.Struct, position: int) -> tuple[Any, ...]:
+def _read_struct(stream: BinaryIO, form: struct.Struct, position: int) -> tuple[Any, ...]:
     """Read the values of the struct `form` at byte `position` of `stream`."""
     stream.seek(position)
     return form.unpack(stream.read(form.size))
@@ -690,12 +700,12 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
     ------
     ValueError : the block is compressed or cut short.
     """
-    (header,) = _unpack(stream, _BLOCK_HEADER, position)
+    (header,) = _read_struct(stream, _BLOCK_HEADER, position)
     size = header & (_PLAIN - 1)  # the size without the bit for uncompressed blocks
-    data = stream.read(size)
-    if not header & _PLAIN or len(data) < size:
+    content = stream.read(size)
+    if not header & _PLAIN or len(content) < size:
         raise ValueError("a compressed block, or cut short")
-    return data
+    return content
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -714,7 +724,7 @@ class _Inode:
 
     def is_folder(self) -> bool:
         """Return whether the inode is uncompressed and describes a folder."""
-        (block_header,) = _unpack(self.stream, _BLOCK_HEADER, self.first_block)
+        (block_header,) = _read_struct(self.stream, _BLOCK_HEADER, self.first_block)
         if not block_header & _PLAIN:
             return False
         self.stream.seek(self._position(0))
@@ -750,7 +760,7 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
     """
     raw_time = struct.pack("<I", mtime_s)
     with files.open_own(path, os.O_RDWR, "r+b") as stream:
-        superblock = Superblock(*_unpack(stream, image.SUPERBLOCK, offset))
+        superblock = Superblock(*_read_struct(stream, image.SUPERBLOCK, offset))
         # mksquashfs 4.3 has no option -mkfs-time, so the time of the squashfs is set here.
         stream.seek(offset + _MKFS_TIME_OFFSET)
         stream.write(raw_time)
@@ -763,18 +773,19 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
         if not root.is_folder():
             return
         root.write(_INODE_TIME, raw_time)
-        owner_index = _index_of_root(stream, superblock, offset)
+        owner_index = _find_index_of_root(stream, superblock, offset)
         if owner_index is not None:
             root.write(_INODE_OWNERS, struct.pack("<HH", owner_index, owner_index))
 
 
-def _index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:
+def _find_index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:
     """Return the position of uid 0 in the table of owners, since an inode stores positions and not uids.
 
-    Return None if no file belongs to root, or if the table is compressed.
+    The squashfs begins at byte `offset` of `stream`. Return None if no file belongs to root, or if the table
+    is compressed.
     """
     try:
-        (block,) = _unpack(stream, _OFFSET, offset + superblock.owner_table)
+        (block,) = _read_struct(stream, _OFFSET, offset + superblock.owner_table)
         data = _read_metadata_block(stream, offset + block)
         owners = [owner for (owner,) in struct.iter_unpack("<I", data)]
         return owners.index(0)

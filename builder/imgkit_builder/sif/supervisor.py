@@ -27,10 +27,12 @@ POLL_S = 1.0  # how often the supervisor checks that its parent is alive
 
 def main() -> int:
     """Run the command of `sys.argv`, and return its exit code, or 128 + N if signal N ended it."""
+    # `runtime.py` passes the arguments PID_FILE ENCODING FOLDER [NAME=VALUE...] -- COMMAND...
     pid_file, encoding, folder, *arguments = sys.argv[1:]
     separator = arguments.index("--")
     variables = arguments[:separator]
     argv = arguments[separator + 1 :]
+    # The process of imgkit. `copy_output` ends everything when it has died.
     parent = os.getppid()
     # From here on, this process leads a new process group, which imgkit ends by the pid in `pid_file`.
     os.setsid()
@@ -41,6 +43,7 @@ def main() -> int:
         name, _, value = variable.partition("=")
         os.environ[name] = value
     read_end, write_end = os.pipe()
+    # Standard input is empty. Standard output and standard error both go into the pipe.
     file_actions = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
         (os.POSIX_SPAWN_DUP2, write_end, 1),
@@ -63,11 +66,16 @@ def copy_output(pipe: int, encoding: str, parent: int) -> None:
     """Copy everything from `pipe` to standard output until the other end of the pipe is closed.
 
     If the process `parent` has ended or no longer reads the output, kill the whole process group, including
-    this process.
+    this process. Otherwise the command would go on without anybody to see it.
+
+    Parameters
+    ----------
+    encoding : the encoding that the reader of standard output expects.
     """
     # An incremental decoder, because a chunk can end in the middle of a character.
     decoder = codecs.getincrementaldecoder("utf-8")("backslashreplace")
     while True:
+        # With a timeout, so that the death of the parent is noticed even if there is no output.
         ready, _, _ = select.select([pipe], [], [], POLL_S)
         if ready:
             chunk = os.read(pipe, CHUNK_BYTES)
@@ -77,7 +85,7 @@ def copy_output(pipe: int, encoding: str, parent: int) -> None:
                 sys.stdout.buffer.flush()
             except BrokenPipeError:
                 os.killpg(0, SIGKILL)
-            if not chunk:
+            if not chunk:  # the end of the output
                 return
         # When the parent dies, the kernel gives this process another parent.
         if os.getppid() != parent:

@@ -55,7 +55,7 @@ class Squashfs:
 
         Raises
         ------
-        ToolMissing : as in `read`.
+        ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
         ToolFailed : the squashfs is damaged.
         """
         output = process.filter_through(self._argv("-lln", "-dest", "", str(self.path), *patterns), ())
@@ -83,10 +83,11 @@ class Squashfs:
         """
         # unsquashfs reads a file with one pattern per line, so a name with a line break cannot be selected.
         names = [name for name in names if "\n" not in name]
+        # Escape wildcards: unsquashfs would take a name like "a[1].json" for a pattern.
         patterns = [_WILDCARD.sub(r"\\\g<0>", name) + "\n" for name in names]
         contents = {}
         with tempfile.TemporaryDirectory(prefix="imgkit-") as scratch:
-            # `_read_unpacked` compares real paths, and the folder for temporary files may be a link.
+            # `_read_small_file` compares real paths, and the folder for temporary files may be a link.
             folder = Path(os.path.realpath(scratch))
             pattern_file = folder / "names"
             with files.create_file(pattern_file) as stream:
@@ -94,9 +95,9 @@ class Squashfs:
             unpacked = folder / "files"
             self.unpack(unpacked, "-ef", str(pattern_file))
             for name in names:
-                data = _read_unpacked(unpacked, name)
-                if data is not None:
-                    contents[name] = data
+                content = _read_small_file(unpacked, name)
+                if content is not None:
+                    contents[name] = content
         return contents
 
     def unpack(self, folder: Path, *options: str) -> None:
@@ -106,7 +107,8 @@ class Squashfs:
 
         Raises
         ------
-        CheckFailed, ToolMissing : as in `read`.
+        CheckFailed : the squashfs is damaged.
+        ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
         """
         argv = self._argv("-force", "-no-xattrs", "-dest", str(folder), *options, str(self.path))
         result = process.run(argv, check=False)
@@ -119,13 +121,13 @@ class Squashfs:
             )
 
     def _argv(self, *arguments: str) -> list[str]:
-        argv = [_program(), "-no-progress"]
+        argv = [_find_unsquashfs(), "-no-progress"]
         if self.offset:
             argv += ["-offset", str(self.offset)]
         return [*argv, *arguments]
 
 
-def _read_unpacked(root: Path, name: str) -> bytes | None:
+def _read_small_file(root: Path, name: str) -> bytes | None:
     """Return the content of the regular file `name` below `root`, or None if it is missing or too large."""
     path = root / name
     # A link in the image could lead to any file of this machine, such as a private key. So a path with a link
@@ -134,13 +136,13 @@ def _read_unpacked(root: Path, name: str) -> bytes | None:
         return None
     path.chmod(0o600)  # an image has files that only root may read
     with files.open_regular(path) as stream:
-        data = stream.read(MOST_BYTES + 1)
-    if len(data) > MOST_BYTES:
+        content = stream.read(MOST_BYTES + 1)
+    if len(content) > MOST_BYTES:
         return None
-    return data
+    return content
 
 
-def _program() -> str:
+def _find_unsquashfs() -> str:
     """Return the path of unsquashfs 4.4 or later.
 
     Earlier versions cannot read a squashfs that begins in the middle of a file, as in a .sif.
@@ -181,11 +183,13 @@ def read(path: Path, names: Iterable[str]) -> dict[str, bytes]:
 
     Raises
     ------
-    CheckFailed, ToolMissing : as in `Squashfs.read`.
+    CheckFailed : the squashfs is damaged.
+    ToolMissing : there is no unsquashfs, or it cannot unpack this compression.
     """
     names = tuple(names)  # an iterator could be used only for the first squashfs
     contents: dict[str, bytes] = {}
-    # From the bottom to the top, so that a file of an overlay replaces the file below it.
+    # `open_squashfs` returns the top first. Read from the bottom to the top, so that a file of an overlay (a
+    # second squashfs that is mounted over the image) replaces the file below it.
     for squashfs in reversed(open_squashfs(path)):
         contents |= squashfs.read(names)
     return contents

@@ -76,7 +76,7 @@ def tmp_base(target: Path, chosen: Path | None) -> Path:
     ------
     UsageError : the folder does not exist, or this user cannot write to it.
     """
-    requested = chosen or _tmp_from_environment() or target.parent
+    requested = chosen or _find_tmp_in_environment() or target.parent
     folder = requested.expanduser().absolute()
     if folder.is_dir() and os.access(folder, os.W_OK | os.X_OK):
         return folder
@@ -88,7 +88,7 @@ def tmp_base(target: Path, chosen: Path | None) -> Path:
     )
 
 
-def _tmp_from_environment() -> Path | None:
+def _find_tmp_in_environment() -> Path | None:
     """Return the folder in the first of `_TMP_VARIABLES` that is set, or None if none is set."""
     for variable in _TMP_VARIABLES:
         value = os.environ.get(variable)
@@ -104,7 +104,7 @@ def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path
 
     Parameters
     ----------
-    image_bytes : size of the uncompressed image. The new file is estimated at half of it.
+    image_bytes : size of the uncompressed image. The new file is estimated at a share of it, `PACKED_SHARE`.
     temporary_bytes : size of the temporary files.
     target : the file to be written.
     base : the folder for temporary files, which may be on the same disk.
@@ -269,8 +269,12 @@ def _locked(target: Path, folder: Path | None) -> Iterator[None]:
     path = _lock_path(target)
     descriptor = _open_lock(path, target)
     try:
+        # If another process holds the lock, this raises an error. It is outside the inner `try`, because the
+        # lock file of the other process must not be removed.
         has_lock = _acquire_lock(descriptor, path, target)
         try:
+            # Without a lock, the files of the earlier run may still be in use. Its entry in the lock file is
+            # read before `ftruncate` removes it.
             if has_lock:
                 _remove_stale_files(target, _read_holder(descriptor))
             os.ftruncate(descriptor, 0)
@@ -360,13 +364,15 @@ def _read_holder(descriptor: int) -> dict[str, Any]:
 def _remove_stale_files(target: Path, holder: dict[str, Any]) -> None:
     """Remove the temporary files of a killed run for `target`.
 
-    `holder` is the content of the run's lock file. Another user may have written the lock file. So the folder
-    in it is removed only if it belongs to this user and has a name that imgkit gives to its folders.
+    The caller must hold the lock of `target`, so that no other run still uses the files. `holder` is the
+    content of the killed run's lock file. Another user may have written the lock file. So the folder in it is
+    removed only if it belongs to this user and has a name that imgkit gives to its folders.
     """
     for path in files.temporary_files(target):
         if _is_ours(path, stat.S_ISREG):
             path.unlink(missing_ok=True)
     folder = Path(str(holder.get("folder", "")))
+    # A folder of imgkit is named after the target, followed by a random token.
     prefix = _folder_prefix(target)
     is_named_by_imgkit = folder.name.startswith(prefix) and _TOKEN.fullmatch(folder.name, len(prefix))
     if is_named_by_imgkit and _is_ours(folder, stat.S_ISDIR):
@@ -390,7 +396,10 @@ def remove_tree(folder: Path) -> None:
     """Remove `folder` and everything in it, even folders that deny access to their owner, as images have."""
 
     def open_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
-        """Allow access to `path` and its folder, and try again to remove `path`."""
+        """Allow access to `path` and its folder, and try again to remove `path`.
+
+        `shutil.rmtree` calls this after an error. An error of the second attempt is ignored.
+        """
         with contextlib.suppress(OSError):
             Path(path).parent.chmod(0o700)
             if Path(path).is_dir() and not Path(path).is_symlink():

@@ -149,12 +149,14 @@ class Agreement:
         CheckFailed : (on every rank) the ranks have taken different numbers of steps.
         """
         if self.is_exchange_due(step):
-            self._exchange(step, STEP_END)
+            self._start_exchange(step, STEP_END)
             if self.stop:  # the ranks save next, and the log must contain the numbers of all steps before
-                self._receive()
+                self._finish_exchange()
 
     def wait_for_ranks(self, step: int, call: str) -> None:
-        """Wait until the numbers of all steps up to `step` have been added up. This is a collective call.
+        """Wait until the numbers of all steps up to `step` have been added up.
+
+        This is a collective call: all ranks must make it.
 
         `call` names the call of the program, such as ``run.pause``. It must be the same on all ranks.
 
@@ -163,40 +165,43 @@ class Agreement:
         CheckFailed : (on every rank) the ranks have taken different numbers of steps or are in different
             calls.
         """
-        self._exchange(step, call)
-        self._receive()
+        self._start_exchange(step, call)
+        self._finish_exchange()
 
-    def _exchange(self, step: int, call: str) -> None:
+    def _start_exchange(self, step: int, call: str) -> None:
         """Read the sums of the last exchange, and start to add up the numbers since then over all ranks.
 
         The values are, in this order: the seconds per step, a hash of step and call, the square of the hash,
         1 or 0 for each reason to stop, and the numbers of `AddedNumbers`.
         """
-        self._receive()
+        # Only one exchange is under way at a time, so finish the last one first.
+        self._finish_exchange()
         numbers = self.numbers.take().to(self._ranks.device)
         seconds = time.perf_counter() - self._clock_start
         steps = step - self._clock_step
-        self.start_clock(step)
+        self.start_clock(step)  # after the two lines above, which use the old start
         # Ranks at different steps or in different calls of the program get different hashes, so that
-        # `_receive` notices them.
+        # `_finish_exchange` notices them.
         step_hash = (step + _hash_text(call, _STEP_HASH_LIMIT)) % _STEP_HASH_LIMIT
         own_reasons = self._find_reasons()
         reason_flags = [reason in own_reasons for reason in REASONS]
-        # `_receive` reads the values in the same order.
+        # `_finish_exchange` reads the values in the same order.
         own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *reason_flags]
         own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
         own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
         values = torch.cat([own_numbers_on_device, numbers])
+        # The all-reduce goes on in the background while the program takes its next steps.
         work = None
         if self._ranks.world_size > 1:
             work = dist.all_reduce(values, async_op=True, group=self._ranks.group)
         self._sent = _SentNumbers(step, steps, seconds, call, work, values)
 
-    def _receive(self) -> None:
-        """Wait for the sums of the last exchange, unless they have already been read.
+    def _finish_exchange(self) -> None:
+        """Wait for the sums of the last exchange, and use them. Do nothing if they have already been used.
 
-        The answers about a stop decide whether all ranks stop. The sums of the program's numbers are passed
-        to `AddedNumbers.arrived`.
+        The answers about a stop decide whether all ranks stop: they set `stop`. The duration of a step sets
+        the interval until the next exchange. The sums of the program's numbers are passed to
+        `AddedNumbers.arrived`.
 
         Raises
         ------
@@ -206,15 +211,18 @@ class Agreement:
         if self._sent is None:
             return
         sent = self._sent
-        self._sent = None
+        self._sent = None  # now, so that the sums are not used twice if an error is raised below
         if sent.work is not None:
             sent.work.wait()
-        # The all-reduce has replaced each value of this rank by the sum over all ranks.
+        # The all-reduce has replaced each value of this rank by the sum over all ranks. The order of the
+        # values is that in `_start_exchange`.
         step_seconds, hash_sum, square_sum, *sums = sent.values.tolist()
         world_size = self._ranks.world_size
         if not _are_hashes_equal(world_size, hash_sum, square_sum):
             self._refuse_difference(sent)
-        if sent.steps:  # without a step, there is no duration of a step
+        # All ranks have the same sum, so they all choose the same interval. Without a step, there is no
+        # duration of a step.
+        if sent.steps:
             self._interval = choose_interval(step_seconds / world_size, self._max_interval)
         yes_counts = sums[: len(REASONS)]
         program_sums = sums[len(REASONS) :]
@@ -231,8 +239,8 @@ class Agreement:
         # different numbers of steps explains more.
         call = "a loop" if sent.call in (STEP_END, PASS_END) else sent.call
         # The hashes only show that ranks differ. Gather the values themselves for the message.
-        rows = self._ranks.gather((sent.step, sent.call), call=call)
-        steps, calls = zip(*rows, strict=True)
+        steps_and_calls = self._ranks.gather((sent.step, sent.call), call=call)
+        steps, calls = zip(*steps_and_calls, strict=True)
         if len(set(steps)) == 1:
             refuse_different_calls(calls)
         raise CheckFailed(
@@ -284,9 +292,9 @@ class NumberLog:
         # Number of steps in these sums.
         self._count = 0
         self._last_line_s = -math.inf
-        self._start_line()
+        self._reset_line()
 
-    def _start_line(self) -> None:
+    def _reset_line(self) -> None:
         """Reset the sums of the next line."""
         # Over all ranks since the last line: the number of calls of `add`, and the sum of each number.
         self._totals = [0.0] * (1 + MAX_NAMES)
@@ -315,7 +323,7 @@ class NumberLog:
 
     def _refuse_names(self, names: Collection[str]) -> None:
         """Raise UsageError if the names are too many or reserved, or differ from those of the first call."""
-        is_first_call = not self._names
+        is_first_call = not self._names  # `add` stores the names of its first call
         has_reserved_name = not set(RESERVED_NAMES).isdisjoint(names)
         if is_first_call and len(names) <= MAX_NAMES and not has_reserved_name:
             return
@@ -369,25 +377,27 @@ class NumberLog:
     def write_line(self, step: int) -> None:
         """Write a line with the means of the numbers that all ranks have logged since the last line.
 
-        If nothing was logged, or if another rank writes the lines, nothing is written.
+        If nothing was logged, or if another rank writes the lines, nothing is written. The line goes to the
+        terminal and to the file of metrics. Afterwards, the sums of the next line begin at 0.
         """
+        # The number of calls of `add` on all ranks, and the sum of each number.
         count, *sums = self._totals
         if self._metrics is None or not self._names or not count:
             return
         steps_per_s = self._steps / self._seconds if self._seconds else 0.0
-        values: dict[str, Any] = {"time": utc_timestamp(), "step": step}
-        values["epoch"] = self._epochs()
-        values["steps_per_s"] = steps_per_s
-        text = f"step {step}"
+        line_values: dict[str, Any] = {"time": utc_timestamp(), "step": step}
+        line_values["epoch"] = self._epochs()
+        line_values["steps_per_s"] = steps_per_s
+        line = f"step {step}"
         # `sums` has `MAX_NAMES` items. Those after the last name are unused.
         for name, total in zip(self._names, sums, strict=False):
             mean = total / count
-            text += f"  {name} {mean:.6g}"
-            values[name] = mean if math.isfinite(mean) else None  # JSON has no NaN
-        terminal.print_results(f"{text}  {steps_per_s:.1f} steps/s")
-        self._metrics.add(values)
+            line += f"  {name} {mean:.6g}"
+            line_values[name] = mean if math.isfinite(mean) else None  # JSON has no NaN
+        terminal.print_results(f"{line}  {steps_per_s:.1f} steps/s")
+        self._metrics.add(line_values)
         self._last_line_s = time.monotonic()
-        self._start_line()
+        self._reset_line()
 
 
 def _refuse_no_number(name: str, value: object) -> None:

@@ -87,7 +87,8 @@ class CallWatch:
     def _watch(self) -> None:
         """Publish the state of the watched thread if it has not changed for `LIMIT_S`, and compare the ranks.
 
-        This function runs in a thread of its own.
+        To publish means to write it into torch's store, which the other ranks can read. This function runs in
+        a thread of its own.
         """
         state = self._read_state()
         start_s = time.monotonic()
@@ -111,6 +112,7 @@ class CallWatch:
 
     def _read_state(self) -> RankState:
         """Return the call in which the watched thread waits, its line in the program, and its steps."""
+        # The innermost frames come first: those of torch and imgkit, then that of the program.
         frames = list(_iterate_frames(self._thread_id))
         library_frames = list(itertools.takewhile(_is_in_library, frames))
         program_frames = frames[len(library_frames) :]
@@ -122,22 +124,26 @@ class CallWatch:
 
     def _compare_ranks(self) -> None:
         """On rank 0, compare the ranks. On every rank, end the process if rank 0 has found them stuck."""
+        # Only rank 0 decides, so that all ranks end with the same message. The others look for its verdict.
         if self._ranks.rank == 0:
-            states = self._published_states()
+            states = self._read_published_states()
             if states and are_stuck(states):
                 self._store.set(_VERDICT, ranks_by_value([str(state) for state in states]))
         if self._store.check([_VERDICT]):
             self._end_process(self._store.get(_VERDICT).decode())
 
-    def _published_states(self) -> list[RankState]:
-        """Return the states of all ranks, or ``[]`` if a rank has moved within the last `LIMIT_S`."""
+    def _read_published_states(self) -> list[RankState]:
+        """Return the states of all ranks, or ``[]`` if a rank has moved within the last `LIMIT_S`.
+
+        The store is a dict that all ranks share. Such a rank has no text in it, or an empty one.
+        """
         keys = [str(rank) for rank in range(self._ranks.world_size)]
         if not self._store.check(keys):  # reading a missing key would block the store
             return []
-        texts = [self._store.get(key) for key in keys]
-        if not all(texts):
+        published_texts = [self._store.get(key) for key in keys]
+        if not all(published_texts):
             return []
-        return [RankState(*json_text.parse(text)) for text in texts]
+        return [RankState(*json_text.parse(text)) for text in published_texts]
 
     def _end_process(self, verdict: str) -> None:
         """Report that the ranks wait in different calls, and end this process.
@@ -180,6 +186,7 @@ def _find_call(library_frames: Sequence[FrameType]) -> str:
     library_frames : the innermost frames of the thread, up to the first frame of the program, innermost
         first.
     """
+    # A thread that waits for other ranks is in one of `_WAITING_FILES` with its innermost frame.
     if not library_frames or library_frames[0].f_code.co_filename not in _WAITING_FILES:
         return ""
     codes = [frame.f_code for frame in library_frames]
@@ -206,6 +213,7 @@ def are_stuck(states: Sequence[RankState]) -> bool:
     busy = [state for state in states if not state.call]
     if not waiting:
         return False
+    # A position grows with each step of a rank.
     first_waiting_position = min(state.position for state in waiting)
     for state in busy:
         if state.position <= first_waiting_position:  # it may still come to the call

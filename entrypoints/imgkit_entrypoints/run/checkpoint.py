@@ -81,7 +81,8 @@ class _FileWriter(dcp.FileSystemWriter):  # type: ignore[misc]
 def _find_os_error(error: BaseException) -> OSError:
     """Return the OSError that has caused an error of torch, possibly on another rank.
 
-    If there is no such OSError, the result is a new OSError with the class and first line of `error`.
+    If there is no such OSError, the result is a new OSError with the class and first line of `error`. So the
+    callers have to handle only OSError. If several ranks have failed, the lowest rank is reported.
     """
     # torch's CheckpointException contains the error and the traceback of each rank that failed.
     failures = getattr(error, "failures", {})
@@ -110,7 +111,7 @@ class CheckpointWriter:
     def __init__(
         self, run_folder: Path, keep: int, ranks: Ranks, say: Say, skipped: Collection[Path]
     ) -> None:
-        """Open a process group that contains only rank 0. This is a collective call.
+        """Open a process group that contains only rank 0. This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -140,7 +141,12 @@ class CheckpointWriter:
         """Seconds of the longest `save`."""
 
     def save(self, step: int, index: bytes, tensors: Mapping[str, Tensor], rank_value: bytes) -> None:
-        """Copy the state to host memory, and write it in the background. This is a collective call.
+        """Copy the state to host memory, and write it in the background.
+
+        This is a collective call: all ranks must make it.
+
+        Rank 0 writes everything, except that each rank writes its own parts of DTensors (sharded tensors).
+        An error of the writing thread is reported by the next `save` or by `close`.
 
         Parameters
         ----------
@@ -154,6 +160,7 @@ class CheckpointWriter:
         # The memory for the copies is reused, so the thread of the previous save must have written them.
         self._finish_writing()
         shards = {key: tensor for key, tensor in tensors.items() if is_dtensor(tensor)}
+        # All ranks have the same keys, so they all make the collective call or none.
         writers = self._rank_0
         if shards:
             writers = self._connect_all_ranks()
@@ -164,6 +171,7 @@ class CheckpointWriter:
             self._start_writing(step, tensors, values, writers)
         elif shards:
             self._start_writing(step, shards, {}, writers)
+        # Only the copy and the wait for the previous save have delayed the training.
         stall_s = time.perf_counter() - start_s
         self.stalled_s += stall_s
         self.longest_stall_s = max(self.longest_stall_s, stall_s)
@@ -181,27 +189,35 @@ class CheckpointWriter:
 
         `writers` are the ranks that write this checkpoint together.
         """
+        # Of a DTensor, only the part of this rank is copied.
         local_tensors = dict(tensors)
         for key, tensor in tensors.items():
             if is_dtensor(tensor):
                 local_tensors[key] = tensor.to_local()
         copies = self._copies.start_copy(local_tensors)
-        state = {**tensors, **values}
-        self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
+        items_to_write = {**tensors, **values}
+        self._thread = threading.Thread(target=self._write, args=(step, items_to_write, copies, writers))
         self._thread.start()
 
     def _write(self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
         """Write a checkpoint together with the threads of the other `writers`. This runs in a thread.
 
-        An error is stored, and `_finish_writing` reports it in the main thread.
+        An error is stored, and `_finish_writing` reports it in the main thread. The folder has a temporary
+        name until it is complete, so that a killed run leaves no checkpoint that looks valid.
+
+        Parameters
+        ----------
+        state : what to write: tensors and bytes by key.
+        copies : the tensors to write instead of those in `state`, which training changes in the meantime.
         """
         folder: Path | None = None
         try:
-            self._copies.wait()
+            self._copies.wait()  # the copies from the GPU may still be under way
             folder = self._make_folder(step, writers)
-            if folder is None:
+            if folder is None:  # rank 0 could not create it, and reports the error
                 return
             _save_state(folder, state, copies, writers)
+            # This also waits until all writers have written their files. Only then is the folder renamed.
             entries = _describe_files(folder, writers)
             if self._ranks.rank == 0:
                 self._commit(folder, step, entries)
@@ -245,7 +261,10 @@ class CheckpointWriter:
         self._has_warned = True
 
     def _finish_writing(self) -> None:
-        """Wait until the thread has written its checkpoint. If it failed, report the error on rank 0."""
+        """Wait until the thread has written its checkpoint. If it failed, report the error on rank 0.
+
+        A failed checkpoint does not end the run. The next save tries again.
+        """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -257,7 +276,7 @@ class CheckpointWriter:
         self._error = None
 
     def close(self) -> None:
-        """Wait until the last checkpoint is written. This is a collective call."""
+        """Wait until the last checkpoint is written. This is a collective call: all ranks must make it."""
         start_s = time.perf_counter()
         self._finish_writing()
         self.saved_step = self._ranks.broadcast(self.saved_step)
@@ -296,6 +315,7 @@ def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
     ------
     OSError : a rank could not read its files.
     """
+    # torch names the files of rank 3 like "__3_0.distcp".
     paths = list(folder.glob(f"__{writers.rank}_*"))
     if writers.rank == 0:
         paths.append(folder / ".metadata")
@@ -397,7 +417,9 @@ class Checkpoint:
         return pickle.loads(self._trees[name])  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def state(self, name: str, shards: Mapping[str, Tensor] | None = None) -> Any:
-        """Return the state of an object, including its tensors. This is a collective call.
+        """Return the state of an object, including its tensors.
+
+        This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -405,38 +427,42 @@ class Checkpoint:
         """
         tensors: dict[str, Any] = dict(shards or {})
         if tensors:
-            self._load(tensors)
+            self._load(tensors)  # into the given DTensors, on every rank
         tree = self.tree(name)
         keys = {leaf.key for _, leaf in list_leaves(tree) if isinstance(leaf, TensorRef)}
+        # Sorted, because rank 0 sends these tensors to the others, and all must use the same order.
         missing_keys = sorted(keys - tensors.keys())
         tensors.update(self.read_tensors(missing_keys))
         return join_tensors(tree, tensors)
 
     def read_tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return complete tensors in host memory. Rank 0 reads them for all ranks in a collective call."""
-        tensors = {}
+        tensor_by_key = {}
         for key in keys:
             info = self.tensors[key]
-            tensors[key] = torch.empty(info.shape, dtype=info.dtype)
-        if self._ranks.rank == 0 and tensors:
-            self._load(tensors)
-        for tensor in tensors.values():
+            tensor_by_key[key] = torch.empty(info.shape, dtype=info.dtype)
+        # The folder may be on a disk of rank 0's node, so only rank 0 reads it and sends the result.
+        if self._ranks.rank == 0 and tensor_by_key:
+            self._load(tensor_by_key)
+        for tensor in tensor_by_key.values():
             self._ranks.broadcast_tensor(tensor)
-        return tensors
+        return tensor_by_key
 
     def read_rank_value(self) -> Any:
-        """Return the value that this rank has saved for itself. This is a collective call.
+        """Return the value that this rank has saved for itself.
+
+        This is a collective call: all ranks must make it.
 
         If the checkpoint was taken with another number of ranks, every rank gets the value of rank 0.
         """
         keys = [f"{RANK_PREFIX}{rank}" for rank in range(self.world_size)]
         if self.world_size != self._ranks.world_size:
             keys = [f"{RANK_PREFIX}0"] * self._ranks.world_size
-        values: dict[str, bytes] = {}
+        values_by_key: dict[str, bytes] = {}
         if self._ranks.rank == 0:
-            values = self._load(dict.fromkeys(keys, b""))
-        data = self._ranks.scatter([values.get(key) for key in keys])
-        return pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
+            values_by_key = self._load(dict.fromkeys(keys, b""))
+        own_value = self._ranks.scatter([values_by_key.get(key) for key in keys])
+        return pickle.loads(own_value)  # noqa: S301 - SECURITY.md: it is trusted like code
 
     def _load(self, values: dict[str, Any]) -> dict[str, Any]:
         """Replace the value of each key in `values` by the value in the checkpoint, and return `values`.
@@ -459,7 +485,9 @@ class Checkpoint:
 def find_newest(
     path: Path, ranks: Ranks, *, trusts_folder: bool = True
 ) -> tuple[Checkpoint | None, dict[Path, str]]:
-    """Find the newest valid checkpoint at `path`, and return it or None. This is a collective call.
+    """Find the newest valid checkpoint at `path`, and return it or None.
+
+    This is a collective call: all ranks must make it.
 
     The second value says, equally on all ranks, why each newer checkpoint cannot be used.
 
@@ -516,7 +544,10 @@ class _NodeReport(NamedTuple):
 
 
 def _report_newest(path: Path) -> _NodeReport:
-    """Return the newest checkpoint that this rank sees at `path`, which may be a disk of its own node."""
+    """Return the newest checkpoint that this rank sees at `path`, which may be a disk of its own node.
+
+    No error is raised, because the other ranks wait for the report. It contains the problem instead.
+    """
     host = socket.gethostname()
     try:
         checkpoints = disk.checkpoints_at(path)
@@ -531,7 +562,7 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
     """Raise UsageError if a node cannot list `path`, or has a newer checkpoint than rank 0.
 
     Rank 0 reads the checkpoint for all ranks. Without this check, the run would silently continue from an
-    older state. This is a collective call.
+    older state. This is a collective call: all ranks must make it.
     """
     reports = ranks.gather(_report_newest(path), call="run.restore")
     for report in reports:
@@ -549,7 +580,9 @@ def _refuse_newer_elsewhere(path: Path, ranks: Ranks) -> None:
 
 
 def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
-    """Raise InvalidCheckpoint on every rank if a file differs from its manifest. This is a collective call.
+    """Raise InvalidCheckpoint on every rank if a file differs from its manifest.
+
+    This is a collective call: all ranks must make it.
 
     In a sharded checkpoint, each rank checks a part of the files. In any other checkpoint, rank 0 checks all.
     """
@@ -557,8 +590,9 @@ def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
     is_sharded = any(name.startswith("__1_") for name in names)  # rank 1 has written files too
     if is_sharded:
         names = names[ranks.rank :: ranks.world_size]
-    elif ranks.rank != 0:
+    elif ranks.rank != 0:  # the folder may be on a disk of rank 0's node
         names = ()
+    # Every rank must take part in `gather`, so `find_damage` returns its problem and does not raise it.
     own_problem = disk.find_damage(candidate.folder, candidate.files, names)
     for problem in ranks.gather(own_problem, call="run.restore"):
         if problem:
@@ -571,7 +605,9 @@ PATIENCE_S = 10.0
 
 
 def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
-    """Raise UsageError on every rank if the ranks do not all see the same folder. This is a collective call.
+    """Raise UsageError on every rank if the ranks do not all see the same folder.
+
+    This is a collective call: all ranks must make it.
 
     Each rank writes its part of a sharded state, and a checkpoint needs all parts in one folder.
     """
@@ -581,13 +617,14 @@ def refuse_unshared_folder(folder: Path, ranks: Ranks) -> None:
     if ranks.rank == 0:
         probe.mkdir(parents=True)
     ranks.gather(None, call="run.restore")
+    # A network file system may show a new folder on other nodes only after some seconds.
     is_seen = disk.wait_until(probe.exists, PATIENCE_S)
-    rows = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
+    sightings = ranks.gather((socket.gethostname(), is_seen), call="run.restore")
     if ranks.rank == 0:
         probe.rmdir()
-    missing_hosts = sorted({host for host, is_seen_there in rows if not is_seen_there})
+    missing_hosts = sorted({host for host, is_seen_there in sightings if not is_seen_there})
     if missing_hosts:
-        first_host, _ = rows[0]
+        first_host, _ = sightings[0]
         raise UsageError(
             f"sharded state needs a folder that all ranks see, and rank 0 on {first_host} does not share "
             f"this one with {', '.join(missing_hosts)}",

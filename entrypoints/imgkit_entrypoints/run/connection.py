@@ -86,7 +86,7 @@ class RunConnection:
         host_ranks = ranks if ranks.device.type == "cpu" else with_new_group(ranks)
         agreement = Agreement(ranks, self._requests.find_reasons, self.log)
         self._connected = _ConnectedRanks(host_ranks, agreement)
-        if ranks.world_size > 1:
+        if ranks.world_size > 1:  # a single rank cannot wait for another
             self._call_watch = CallWatch(ranks, self._pulse, self.report)
         return self._connected
 

@@ -57,9 +57,10 @@ def make_temporary_folder(folder: Path, step: int) -> Path:
     ------
     OSError : the folder cannot be created, or a later attempt of the run has begun (fence.py).
     """
+    # The fence is a file that names the attempt of the job that may write. Any other gets an OSError here.
     fence.check_fence(os.environ)
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
+    _remove_leftovers(folder)  # makes space for the new checkpoint; `commit` reports what remains
     # The name is random, because a folder that an earlier run has left may be impossible to remove.
     temporary = folder / f"{WRITING}{checkpoint_name(step)}.{secrets.token_hex(4)}"
     temporary.mkdir()
@@ -97,13 +98,15 @@ def commit(
     files.write_file(temporary / MANIFEST, json.dumps(manifest))
     # Check as late as possible, because a later attempt may have begun while the files were written.
     fence.check_fence(os.environ)
+    # A folder cannot be renamed to the name of another one with files, so rename that one first.
     if os.path.lexists(target):
         owner = files.foreign_owner(target, folder.parent)
         if owner:
             raise OSError(errno.EPERM, f"{target.name} belongs to user {owner}")
         _rename_for_removal(target, suffix)
     files.publish_file(temporary, target)
-    for path in _old_checkpoints(folder, target, keep):
+    # Remove others only now, when the new checkpoint exists. Otherwise a crash could leave none.
+    for path in _list_old_checkpoints(folder, target, keep):
         try:
             _rename_for_removal(path, suffix)
         except OSError as error:
@@ -121,12 +124,12 @@ def _rename_for_removal(checkpoint: Path, suffix: str) -> None:
     checkpoint.rename(checkpoint.with_name(f"{LEAVING}{checkpoint.name}{suffix}"))
 
 
-def _old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
+def _list_old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
     """Return the checkpoints of this user to remove: all except `newest` and the `keep - 1` before it."""
     old_checkpoints = []
     remaining = 0
     for path in newest_first(folder):
-        if files.foreign_owner(path, folder.parent):
+        if files.foreign_owner(path, folder.parent):  # another user's checkpoint is not removed or counted
             continue
         is_later = path.name > newest.name  # written before the run was resumed from an earlier step
         if is_later or remaining == keep:
@@ -155,9 +158,12 @@ def describe_file(path: Path) -> FileEntry:
 
 
 def _remove_leftovers(folder: Path) -> list[str]:
-    """Remove folders of interrupted writers and checkpoints that are being removed. Return the problems."""
+    """Remove folders of interrupted writers and checkpoints that are being removed. Return the problems.
+
+    A folder that cannot be removed does no harm: its name is not that of a checkpoint.
+    """
     problems = []
-    for path in list(folder.iterdir()):
+    for path in list(folder.iterdir()):  # a list, because the folder changes in the loop
         if not path.name.startswith((WRITING, LEAVING)):
             continue
         try:
@@ -231,10 +237,11 @@ def _parse_manifest(folder: Path, manifest: Any) -> StoredCheckpoint:
     InvalidCheckpoint : the manifest has another version, or belongs to another step than the folder's name.
     ValueError, KeyError, TypeError, AttributeError : the JSON is not a manifest, or was changed.
     """
+    # Before the other checks, because another version may have other keys.
     schema = manifest["schema"]
     if schema != SCHEMA:
         raise InvalidCheckpoint(f"{folder / MANIFEST} has schema {schema}; this imgkit reads {SCHEMA}")
-    json_text.unseal(manifest)
+    json_text.unseal(manifest)  # raises ValueError if the manifest was changed, and removes its digest
     step = int(manifest["step"])
     # The newest checkpoint is found by the names. So an old checkpoint must not have the name of a later
     # step.
@@ -244,9 +251,12 @@ def _parse_manifest(folder: Path, manifest: Any) -> StoredCheckpoint:
 
 
 def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> None:
-    """Raise InvalidCheckpoint if names or sizes of the files differ from the manifest's `entries`."""
+    """Raise InvalidCheckpoint if names or sizes of the files differ from the manifest's `entries`.
+
+    This is fast, because the contents are not read. `find_damage` reads them.
+    """
     sizes = {path.name: path.stat().st_size for path in checkpoint.iterdir()}
-    sizes.pop(MANIFEST, None)
+    sizes.pop(MANIFEST, None)  # the manifest does not list itself
     for name in sorted(sizes.keys() | entries.keys()):
         path = checkpoint / name
         if name not in entries:
@@ -259,7 +269,10 @@ def _refuse_other_files(checkpoint: Path, entries: Mapping[str, FileEntry]) -> N
 
 
 def find_damage(checkpoint: Path, entries: Mapping[str, FileEntry], names: Collection[str]) -> str:
-    """Return how one of the files `names` differs from its entry in the manifest, or ``""`` if none does."""
+    """Return how one of the files `names` differs from its entry in the manifest, or ``""`` if none does.
+
+    The files are read completely. Their names and sizes have been compared before, see `read_manifest`.
+    """
     for name in names:
         path = checkpoint / name
         try:
@@ -300,8 +313,9 @@ def iterate_valid(
     Parameters
     ----------
     path : a checkpoint, a folder of checkpoints, or a run folder.
-    problems : receives the paths of unusable checkpoints, with the reasons.
-    trusts_folder : whether to accept checkpoints of the folder's owner, who may be another user.
+    problems : receives the paths of unusable checkpoints, with the reasons, when the iterator passes them.
+    trusts_folder : whether to accept checkpoints of the folder's owner, who may be another user. In any case,
+        checkpoints of other users are refused, because loading one can run its code.
     """
     is_checkpoint = (path / MANIFEST).exists()
     for folder in checkpoints_at(path):
@@ -352,6 +366,7 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
     UsageError : another run, possibly in this process, holds the lock, or the folder is not writable.
     """
     path = folder / LOCK
+    # A process always gets its own POSIX locks again, so they do not keep two runs of a process apart.
     if _is_locked_by_process(path):
         raise UsageError(
             "another run of this process writes into this folder",
@@ -359,10 +374,12 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
             hint=f"end it first (with Run.start(...)), or {_OTHER_FOLDER}",
         )
     stream = _open_lock(path)
-    job_suffix = _job_suffix(env)
+    # Attempts of the same job have the same suffix. It is empty outside of a job.
+    job_suffix = _make_job_suffix(env)
     if wait_until(lambda: _try_lock(stream, path, say), PATIENCE_S):
         holder = f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n"
         stream.truncate()  # remove the line of the previous run
+        # Another run that does not get the lock reads this line for its message.
         stream.write(holder.encode())
         stream.flush()
         return stream
@@ -414,7 +431,7 @@ def _is_locked_by_process(path: Path) -> bool:
     return False
 
 
-def _job_suffix(env: Mapping[str, str]) -> str:
+def _make_job_suffix(env: Mapping[str, str]) -> str:
     """Return the end of the line in the lock file, by which the attempts of a job recognize each other.
 
     An example is `` of 1234``, where 1234 is the id of the job. Without a job, it is the token of the start.
@@ -436,7 +453,7 @@ def _try_lock(stream: BinaryIO, path: Path, say: Callable[[str], None]) -> bool:
     try:
         fcntl.lockf(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EACCES, errno.EAGAIN):
+        if error.errno in (errno.EACCES, errno.EAGAIN):  # held by another process
             return False
         say(f"warning: {path}: file locks do not work here ({error.strerror}): start one run in it at a time")
     return True

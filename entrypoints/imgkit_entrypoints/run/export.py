@@ -79,6 +79,7 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
     ------
     UsageError : there is no valid checkpoint, no such model in it, or `target` exists or cannot be written.
     """
+    # Importing torch takes seconds, so it is done only here.
     import torch
 
     from imgkit_entrypoints.run.checkpoint import find_newest
@@ -86,6 +87,7 @@ def export(path: Path, target: Path, part: str | None = None) -> tuple[int, int]
 
     if os.path.lexists(target):
         raise UsageError("the file exists already", where=str(target), hint="remove it, or name another file")
+    # As if the run had a single rank, this process. It has no process group, and reads all tensors itself.
     ranks = Ranks(rank=0, local_rank=0, world_size=1, device=torch.device("cpu"))
     checkpoint, problems = find_newest(path, ranks)
     for problem in problems.values():
@@ -138,7 +140,10 @@ def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, s
 
 
 def _find_model(checkpoint: Checkpoint, part: str | None) -> str:
-    """Return the name of the tracked model: `part`, or the first of `MODELS` that the checkpoint has."""
+    """Return the name of the tracked model: `part`, or the first of `MODELS` that the checkpoint has.
+
+    `MODELS` are the names that most programs use. If there is no such object, UsageError is raised.
+    """
     names = checkpoint.names
     requested = [part] if part else MODELS
     for name in requested:
@@ -158,7 +163,7 @@ def _type_name(dtype: torch.dtype) -> str:
 
 
 def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream: BinaryIO) -> None:
-    """Write a safetensors file: its header, and the bytes of the tensors.
+    """Write a safetensors file: the size of its header, the header as JSON, and the bytes of the tensors.
 
     Tied weights (several names of one tensor) are written once, under the first of their names.
 
@@ -166,7 +171,7 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
     ----------
     weights : the name of each weight, with its key in the checkpoint.
     """
-    first_names: dict[str, str] = {}
+    first_names: dict[str, str] = {}  # by the key of the tensor
     # The metadata maps each other name of a tied weight to its first name, as safetensors.torch.save_model
     # does. Its load_model ties the weights again.
     metadata = {"format": "pt", "step": str(checkpoint.step)}
@@ -177,6 +182,7 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
             first_names[key] = name
     keys = sorted(first_names, key=lambda key: first_names[key])
     # Tensors with the largest elements come first. So each tensor begins at a multiple of its element size.
+    # The sort is stable: among tensors of one size, the order by name remains.
     keys.sort(key=lambda key: checkpoint.tensors[key].dtype.itemsize, reverse=True)
     header: dict[str, Any] = {"__metadata__": metadata}
     start = 0
@@ -186,16 +192,17 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
         entry = {"dtype": TYPES[_type_name(dtype)], "shape": list(shape), "data_offsets": [start, end]}
         header[first_names[key]] = entry
         start = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # in the format, the tensors begin at a multiple of 8 bytes
-    stream.write(len(text).to_bytes(8, "little") + text)
+    header_json = json.dumps(header).encode()
+    header_json += b" " * (-len(header_json) % 8)  # in the format, the tensors begin at a multiple of 8 bytes
+    stream.write(len(header_json).to_bytes(8, "little") + header_json)
+    # The order must be that of `start` and `end` above, which the header contains.
     for key in keys:
         # Read one tensor at a time, so that memory needs to hold only the largest one.
-        tensors = checkpoint.read_tensors([key])
-        stream.write(_tensor_bytes(tensors[key]))
+        tensor_by_key = checkpoint.read_tensors([key])
+        stream.write(_pack_tensor(tensor_by_key[key]))
 
 
-def _tensor_bytes(tensor: Tensor) -> bytearray:
+def _pack_tensor(tensor: Tensor) -> bytearray:
     """Return the bytes of a tensor in host memory. NumPy is not used, as an image may not contain it."""
     import torch
 

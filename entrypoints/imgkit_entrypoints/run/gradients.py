@@ -83,9 +83,9 @@ class PendingGradients:
 
     def _has_unused_gradients(self, optimizer: Optimizer) -> bool:
         """Return whether a backward pass has changed gradients since the last step of `optimizer`."""
-        if _optimizer_key(optimizer) in self._stepped:
+        if _optimizer_key(optimizer) in self._stepped:  # it has used them in this step of the run
             return False
-        for gradient in _first_gradients(optimizer):
+        for gradient in _find_first_gradients(optimizer):
             if getattr(gradient, _USED_VERSION, None) != gradient._version:
                 return True
         return False
@@ -96,19 +96,21 @@ class PendingGradients:
         if key not in map(_optimizer_key, self._tracked.optimizers):
             return
         self._stepped.add(key)
-        for gradient in _first_gradients(optimizer):
+        # `_has_unused_gradients` compares these versions with later ones.
+        for gradient in _find_first_gradients(optimizer):
             setattr(gradient, _USED_VERSION, gradient._version)
 
 
 def _optimizer_key(optimizer: Optimizer) -> int:
     """Return a key for an optimizer: the id of its first weight.
 
-    A wrapper around the optimizer has the same weights, so it gets the same key.
+    A wrapper around the optimizer has the same weights, so it gets the same key. An optimizer without weights
+    gets its own id.
     """
     return id(next(iterate_parameters(optimizer), optimizer))
 
 
-def _first_gradients(optimizer: Optimizer) -> list[Tensor]:
+def _find_first_gradients(optimizer: Optimizer) -> list[Tensor]:
     """Return the first gradients of an optimizer, at most `MAX_GRADIENTS`."""
     gradients: list[Tensor] = []
     for parameter in iterate_parameters(optimizer):
@@ -127,7 +129,7 @@ def holds_back_gradients(model: nn.Module) -> bool:
     below are valid for torch 2.6 to 2.13.
     """
     for module in model.modules():
-        for group in _fsdp_groups(module):
+        for group in _find_fsdp_groups(module):
             if getattr(group, "_partial_reduce_output", None) is not None:
                 return True
             if any(map(_has_own_gradient, group.fsdp_params)):
@@ -143,13 +145,13 @@ def _has_own_gradient(fsdp_param: Any) -> bool:
     return getattr(unsharded_param, "grad", None) is not None
 
 
-def _fsdp_groups(module: nn.Module) -> list[Any]:
+def _find_fsdp_groups(module: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups of a module, or ``[]`` if FSDP2 does not shard the module."""
     if not hasattr(module, "_get_fsdp_state"):
         return []
-    state = module._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
+    fsdp_state = module._get_fsdp_state()
+    groups = getattr(fsdp_state, "_fsdp_param_groups", None)
     if groups is not None:
         return list(groups)
-    group = getattr(state, "_fsdp_param_group", None)  # older releases have one group per module
+    group = getattr(fsdp_state, "_fsdp_param_group", None)  # older releases have one group per module
     return [] if group is None else [group]

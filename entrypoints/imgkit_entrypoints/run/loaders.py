@@ -44,6 +44,7 @@ def refuse_without_position(loader: Any) -> None:
             f"{name} is a loader that accelerate has prepared",
             "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md",
         )
+    # Workers then give batches in a random order, and a count of batches does not say which ones were done.
     if not getattr(loader, "in_order", True) and loader.num_workers:
         problem = f"{name} with in_order=False gives batches as they come"
         raise _position_error(problem, f"{name}(..., in_order=True)")
@@ -86,7 +87,7 @@ def loader_length(loader: Any) -> int:
         return UNKNOWN_LENGTH
 
 
-def _samplers(loader: Any) -> list[Any]:
+def _list_samplers(loader: Any) -> list[Any]:
     """Return the samplers of a loader: its sampler, its batch sampler, and the sampler inside the latter.
 
     Samplers that the loader does not have are left out.
@@ -106,7 +107,7 @@ def custom_batch_sampler(loader: Any) -> Any:
 
 def sampler_epoch(loader: Any) -> int | None:
     """Return the epoch that ``set_epoch`` has set in a sampler of the loader, or None if there is none."""
-    for sampler in _samplers(loader):
+    for sampler in _list_samplers(loader):
         epoch = getattr(sampler, "epoch", None)
         if type(epoch) is int:  # not a bool or a method of the same name
             return epoch
@@ -121,12 +122,12 @@ def find_unrepeatable_sampler(loader: Any) -> str:
     """
     if has_state(loader):
         return ""
-    for sampler in _samplers(loader):
+    for sampler in _list_samplers(loader):
         kind = type(sampler)
         package, _, _ = kind.__module__.partition(".")
         if package in ("builtins", "torch", "torchdata"):
             continue
-        if not _generators_in(sampler) and not hasattr(sampler, "set_epoch"):
+        if not _find_generators(sampler) and not hasattr(sampler, "set_epoch"):
             return kind.__name__
     return ""
 
@@ -143,13 +144,13 @@ def describe_sampler(loader: Any) -> str:
         return ""
     options = []
     for name in ORDER_OPTIONS:
-        value = getattr(sampler, name, None)
-        if isinstance(value, int):  # a bool is an int, too
-            options.append(f"{name}={value}")
+        option_value = getattr(sampler, name, None)
+        if isinstance(option_value, int):  # a bool is an int, too
+            options.append(f"{name}={option_value}")
     return f"{type(sampler).__name__}({', '.join(options)})"
 
 
-def _generators_in(owner: Any) -> list[torch.Generator]:
+def _find_generators(owner: Any) -> list[torch.Generator]:
     """Return the random generators of torch that are attributes of `owner`."""
     attributes = getattr(owner, "__dict__", {})
     return [value for value in attributes.values() if isinstance(value, torch.Generator)]
@@ -160,12 +161,12 @@ def list_generators(loader: Any) -> list[torch.Generator]:
 
     They belong to the loader, its samplers or its data set.
     """
-    owners = [loader, *_samplers(loader)]
+    owners = [loader, *_list_samplers(loader)]
     if isinstance(loader, DataLoader) and loader.num_workers == 0:  # worker processes use copies
         owners.append(loader.dataset)
     by_id: dict[int, torch.Generator] = {}  # a loader and its sampler may share a generator
     for owner in owners:
-        for generator in _generators_in(owner):
+        for generator in _find_generators(owner):
             by_id[id(generator)] = generator
     return list(by_id.values())
 
@@ -235,8 +236,10 @@ def _iterate_without_reading(
     ----------
     starts_workers : whether persistent workers must be started before the pass.
     """
+    # The loader draws its indices from the batch sampler if it has one. Replace that one for a moment.
     attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
     sampler = getattr(loader, attribute)
+    # Workers draw this many items before their batches are used.
     items_ahead = (loader.prefetch_factor or 0) * loader.num_workers
     try:
         if starts_workers:
@@ -250,6 +253,7 @@ def _iterate_without_reading(
         batches = iter(loader)
         first_batches = list(itertools.islice(batches, 1))  # the first read makes the sampler skip
     finally:
+        # The loader belongs to the program, so it gets its own sampler back, even after an error.
         _set_sampler(loader, attribute, sampler)
     return itertools.chain(first_batches, batches)
 

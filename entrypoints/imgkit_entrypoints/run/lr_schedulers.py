@@ -35,12 +35,13 @@ class SchedulerSearch:
         """Raise UsageError if a tracked optimizer has a scheduler that no checkpoint would save.
 
         After a resume, such a scheduler would start over. A scheduler is saved if it is tracked itself, or if
-        it is a part of a tracked object.
+        it is a part of a tracked object. A search takes 0.1 s or more, so it is left out if no optimizer has
+        got a new reference since the last search. A scheduler has a reference to its optimizer.
         """
         optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
-        counts = list(map(sys.getrefcount, optimizers.values()))
-        if len(counts) == len(self._reference_counts):
-            is_search_due = any(map(operator.gt, counts, self._reference_counts))
+        reference_counts = list(map(sys.getrefcount, optimizers.values()))
+        if len(reference_counts) == len(self._reference_counts):
+            is_search_due = any(map(operator.gt, reference_counts, self._reference_counts))
         else:  # the first search, or objects were tracked since the last one
             is_search_due = True
         if is_search_due:
@@ -49,13 +50,14 @@ class SchedulerSearch:
                 if _has_foreign_scheduler(optimizer, objects):
                     raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
         # Store the counts even if they are lower than before, so that one new reference is noticed next time.
-        self._reference_counts = counts
+        self._reference_counts = reference_counts
 
 
 def _refuse_untracked_torch_schedulers(
     optimizers: Mapping[str, Optimizer], objects: Mapping[str, Any]
 ) -> None:
     """Raise UsageError if a scheduler of torch belongs to a tracked optimizer but is not tracked."""
+    # By id and not by equality, because an object may define `==` in its own way.
     tracked_ids = {id(value) for value in objects.values()}
     if not _find_untracked_schedulers(optimizers, tracked_ids):
         return
@@ -83,7 +85,8 @@ def _find_untracked_schedulers(
 ) -> list[tuple[str, LRScheduler]]:
     """Return the schedulers of torch whose ids are not in `tracked_ids`, with the names of their optimizers.
 
-    An optimizer has no list of its schedulers, so the function looks at all objects of the process.
+    An optimizer has no list of its schedulers, so the function looks at all objects of the process. The
+    result may contain schedulers that the program no longer uses.
     """
     untracked = []
     for value in gc.get_objects():
@@ -123,18 +126,21 @@ def _has_optimizer(value: object, optimizer: Optimizer) -> bool:
 
 
 def _iterate_parts(value: Any, depth: int) -> Iterator[Any]:
-    """Yield `value` and the objects in its lists, mappings and attributes, down to `depth` levels."""
+    """Yield `value` and the objects in its lists, mappings and attributes, down to `depth` levels.
+
+    An object may come several times. The limits on levels and members also end a search in a cycle.
+    """
     yield value
     # These classes have many members, and none of them is a scheduler.
     if depth == 0 or isinstance(value, (Optimizer, nn.Module, Tensor)):
         return
-    members = _members_of(value)
+    members = _list_members(value)
     if len(members) <= MAX_MEMBERS:
         for member in members:
             yield from _iterate_parts(member, depth - 1)
 
 
-def _members_of(value: Any) -> list[Any]:
+def _list_members(value: Any) -> list[Any]:
     """Return the items of a list, the values of a mapping, or the attributes of another object."""
     if isinstance(value, (list, tuple)):
         return list(value)

@@ -253,6 +253,7 @@ class DataPosition:
         for name, states in random["loops"].items():  # as `for_checkpoint` returned them
             self._histories[name] = _GeneratorHistory(*states)
         random_state.restore(random["now"])
+        # A checkpoint directly before a pass already contains what the program does before that pass.
         self.repeats_epoch = values["at_start"]
         has_same_ranks = world_size == ranks.world_size
         warning = ""
@@ -268,6 +269,7 @@ class DataPosition:
             # gets another seed.
             seed = int(torch.randint(1 << 62, ()).item())
             random_state.seed_everything(seed + ranks.rank)
+        # The program may use random numbers before its first pass, so keep the states of this moment.
         self._resume = _Resume(random=random_state.capture(), has_same_ranks=has_same_ranks)
         return warning
 
@@ -290,7 +292,7 @@ class DataPosition:
         ------
         UsageError : this epoch must continue with another loop.
         """
-        expected = self._next_loop(name)
+        expected = self._next_loop(name)  # the loop with which the epoch continues
         # In the first epoch, each loop before this one has finished exactly one pass.
         is_first_epoch = self._resume is None and all(loop.passes == 1 for loop in self.loops.values())
         is_new = name not in self.loops and is_first_epoch
@@ -334,6 +336,8 @@ class DataPosition:
             return
         if not last.may_be_over(loader, loop):
             gc.collect()  # a dropped loader may still exist as a part of a reference cycle
+        # Ask again after the collection. If the last loader no longer exists, it may have been replaced by an
+        # equal one.
         has_same_loader = last.may_be_over(loader, loop)
         if has_same_loader and (line == last.line or is_next_epoch):
             return
@@ -364,7 +368,7 @@ class DataPosition:
             )
         if self.batch == 0 or self._resume is not None:  # the pass has ended, or is about to be resumed
             return
-        if self.batch == self._length:
+        if self.batch == self._length:  # left after its last batch
             self.finish_pass()
             return
         size = f" of {self._length}" if self._length > 0 else ""
@@ -378,25 +382,29 @@ class DataPosition:
     def open_pass(self, loader: Any, name: str) -> Iterator[Any]:
         """Begin a pass over `loader`, or continue the pass of the checkpoint, and return its batches.
 
+        A pass is one iteration over the loader. If the checkpoint was taken inside a pass, the batches that
+        were done before are left out. `name` is the name of the loop in the program, or ``""``.
+
         Raises
         ------
         UsageError : the checkpoint was taken inside a pass over another loader.
         """
-        resume = self._resume
+        resume = self._resume  # None unless this is the first pass after a restore
         loop = Loop.of_loader(loader, self.loops[name].passes)
-        if resume is not None and self.batch > 0:
+        if resume is not None and self.batch > 0:  # the checkpoint was taken inside a pass
             saved_loop = self.loops[name]
             _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=resume.has_same_ranks)
             # If the number of ranks has changed, the size of batches may differ. For example, 10 batches of
             # 32 samples count as 20 batches of 16 samples.
             if saved_loop.batch_size and loop.batch_size:
                 self.batch = self.batch * saved_loop.batch_size // loop.batch_size
-            random = self._continue_random(loader, name, resume.random)
+            random = self._make_resumed_states(loader, name, resume.random)
         else:
             if resume is not None and self.repeats_epoch:
                 # The program has repeated work from before the checkpoint, which has used random numbers.
                 random_state.restore(resume.random)
-            random = self._begin_random(loader, name)
+            random = self._record_start_states(loader, name)
+        # From here on, the values describe the new pass. A checkpoint in the pass stores them.
         self._resume = None
         self.repeats_epoch = False
         self.loops[name] = loop
@@ -406,7 +414,7 @@ class DataPosition:
         self.was_left = False
         self._loader = None
         self._loader_start = None
-        is_first_pass = loop.passes == 0
+        is_first_pass = loop.passes == 0  # an uninterrupted run starts the workers of its loader then
         if not has_state(loader):
             return iterate_from(loader, self.batch, random, is_first_pass=is_first_pass)
         batches = iterate_stateful(loader, self.batch, random, is_first_pass=is_first_pass)
@@ -415,9 +423,9 @@ class DataPosition:
         self._loader_start = pickle.dumps(loader.state_dict())
         return batches
 
-    def _begin_random(self, loader: Any, name: str) -> PassRandom:
+    def _record_start_states(self, loader: Any, name: str) -> PassRandom:
         """Return the random states at the start of a new pass, and keep them for checkpoints in the pass."""
-        history = self._history_of(name, loader)
+        history = self._update_history(name, loader)
         # After a restart, the program has created its generators again. If they have the same states as at
         # the very first pass, they continue with the states in the checkpoint. Otherwise the program has set
         # the states for this pass, for example by a seed for the epoch.
@@ -429,23 +437,27 @@ class DataPosition:
         start = RandomNumbers(self._pass_random, history.generators, history.start_states)
         return PassRandom(start, latest=start)
 
-    def _continue_random(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
-        """Return the random states of the pass inside which the checkpoint was taken.
+    def _make_resumed_states(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
+        """Return the random states of the pass inside which the checkpoint was taken, without restoring them.
 
         Parameters
         ----------
         random : the random states of this process in the checkpoint.
         """
-        history = self._history_of(name, loader)
+        history = self._update_history(name, loader)
         latest = RandomNumbers(random, history.generators, history.saved_states)
+        # They have been used. From now on, checkpoints contain the current states.
         history.saved_states = ()
         start = RandomNumbers(self._pass_random, history.generators, history.start_states)
         return PassRandom(start, latest)
 
-    def _history_of(self, name: str, loader: Any) -> _GeneratorHistory:
-        """Return the generators and states of the loop `name`, which begins a pass over `loader`."""
+    def _update_history(self, name: str, loader: Any) -> _GeneratorHistory:
+        """Record that the loop `name` begins a pass over `loader`, and return its generators and states.
+
+        The random generators of `loader` replace those of the loop's last pass. The states remain.
+        """
         generators = list_generators(loader)
-        if name not in self._histories:
+        if name not in self._histories:  # the first pass of this loop in the whole run
             first_states = capture_generators(generators)
             self._histories[name] = _GeneratorHistory(first_states, start_states=())
         history = self._histories[name]
@@ -469,11 +481,11 @@ class DataPosition:
         Such a state does not contain the position in the pass. The state is compared only once in each pass,
         at the first checkpoint.
         """
-        start = self._loader_start
-        if start is None or not self.is_open:
+        start_state = self._loader_start
+        if start_state is None or not self.is_open:  # no state, already compared, or outside of a pass
             return
-        self._loader_start = None
-        if pickle.dumps(self._loader.state_dict()) == start:
+        self._loader_start = None  # compare only once
+        if pickle.dumps(self._loader.state_dict()) == start_state:
             raise steps_error(
                 f"the state of this {type(self._loader).__name__} is the same as at the start of the pass: a "
                 "resume would start it over",

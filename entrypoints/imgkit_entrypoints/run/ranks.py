@@ -33,7 +33,9 @@ class Ranks:
             torch.cuda.synchronize(self.device)
 
     def gather(self, value: Any, *, call: str = "") -> list[Any]:
-        """Return the values of all ranks, in the order of the ranks. This is a collective call.
+        """Return the values of all ranks, in the order of the ranks.
+
+        This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -47,13 +49,17 @@ class Ranks:
         if self.world_size == 1:
             return [value]
         rows: list[Any] = [None] * self.world_size
+        # The name of the call is sent, too. If a rank is in another call, its value means something else.
         dist.all_gather_object(rows, (call, value), group=self.group)
         calls, values = zip(*rows, strict=True)
         refuse_different_calls(calls)
         return list(values)
 
     def gather_on_rank_0(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on rank 0, and ``[]`` on other ranks. This is a collective call."""
+        """Return the values of all ranks on rank 0, and ``[]`` on other ranks.
+
+        This is a collective call: all ranks must make it.
+        """
         if self.world_size == 1:
             return [value]
         values: list[Any] | None = None
@@ -65,7 +71,7 @@ class Ranks:
     def scatter(self, values: Sequence[Any]) -> Any:
         """Send one item of rank 0's `values` to each rank, and return this rank's item.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
         """
         if self.world_size == 1:
             return values[0]
@@ -77,7 +83,7 @@ class Ranks:
         return received[0]
 
     def broadcast(self, value: Any) -> Any:
-        """Return the `value` of rank 0 on all ranks. This is a collective call."""
+        """Return the `value` of rank 0 on all ranks. This is a collective call: all ranks must make it."""
         if self.world_size == 1:
             return value
         received = [value]
@@ -85,7 +91,10 @@ class Ranks:
         return received[0]
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor`, in host memory, with the tensor of rank 0. This is a collective call."""
+        """Overwrite `tensor`, in host memory, with the tensor of rank 0.
+
+        This is a collective call: all ranks must make it.
+        """
         if self.world_size > 1 and tensor.numel():
             # Send the bytes, because gloo does not support every type of element.
             content = tensor.reshape(-1).view(torch.uint8)
@@ -132,7 +141,10 @@ def connect_ranks(env: Mapping[str, str], expected_rank: int) -> Ranks:
 
 
 def with_new_group(ranks: Ranks) -> Ranks:
-    """Return the same ranks with a new gloo group, for example for a thread. This is a collective call."""
+    """Return the same ranks with a new gloo group, for example for a thread.
+
+    This is a collective call: all ranks must make it.
+    """
     group = None
     if _has_process_group():
         group = dist.new_group(backend="gloo")
@@ -159,9 +171,9 @@ def ranks_by_value(values: Sequence[object]) -> str:
     ranks_of: dict[object, list[str]] = {}
     for rank, value in enumerate(values):
         ranks_of.setdefault(value, []).append(str(rank))
-    texts = []
+    parts = []
     for value in sorted(ranks_of, key=lambda value: (len(ranks_of[value]), str(value))):
         ranks = ranks_of[value]
         noun = "rank" if len(ranks) == 1 else "ranks"
-        texts.append(f"{noun} {', '.join(ranks)}: {value}")
-    return ", ".join(texts)
+        parts.append(f"{noun} {', '.join(ranks)}: {value}")
+    return ", ".join(parts)

@@ -182,12 +182,14 @@ class Run:
 
         Raises
         ------
-        UsageError : as in `track`.
+        UsageError : an object has no state that a resume could load, or is sharded in another way than by
+            FSDP2.
         """
         self._track(objects, per_rank=True)
 
     def _track(self, objects: Mapping[str, Any], *, per_rank: bool) -> None:
         """Track all objects except loaders without a state, whose batches `steps` counts."""
+        # An object that is tracked after a restore would not have been loaded.
         if self._checkpoints.may_write or self._loop.is_started:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in objects.items():
@@ -323,9 +325,9 @@ class Run:
         draws do not change those of the training.
         """
         self._connection.agreement.wait_for_ranks(self._position.step, "run.pause")
-        state = random_state.capture()
+        random_before = random_state.capture()
         yield
-        random_state.restore(state)
+        random_state.restore(random_before)
         # Otherwise the time of the pause would count for the next step.
         self._loop.start_clock()
 

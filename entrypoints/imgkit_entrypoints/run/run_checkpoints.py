@@ -76,14 +76,20 @@ class RunCheckpoints:
 
         Newer checkpoints that cannot be used are reported and skipped. This is a collective call.
 
+        Parameters
+        ----------
+        path : a checkpoint, a folder of checkpoints or another run's folder. None means this run's folder.
+
         Raises
         ------
         UsageError : there are checkpoints, but none of them can be read.
         """
-        if path is None and not self.keep:
+        if path is None and not self.keep:  # such a run saves nothing in its folder
             return None
         is_own_folder = path is None
         folder = path or self._folder
+        # Loading a checkpoint can run code. In the run's own folder, only this user is trusted. By naming
+        # another folder, the user trusts its owner, too.
         newest, problems = checkpoint.find_newest(
             folder, self._connection.ranks, trusts_folder=not is_own_folder
         )
@@ -96,7 +102,9 @@ class RunCheckpoints:
         for problem in problems.values():
             self._connection.report(f"checkpoint skipped: {problem}")
         if is_own_folder:
+            # The first save renames the skipped checkpoints. Otherwise a resume would look at them first.
             self._skipped = own_checkpoints
+            # `refuse_older` lets a new run write, although the folder has checkpoints.
             self._is_new = newest is None
         return newest
 
@@ -112,8 +120,8 @@ class RunCheckpoints:
         can_set_aside : whether all checkpoints can be renamed, which a new start requires. The value of rank
             0 decides.
         """
-        options = can_set_aside, self._ignore_unreadable
-        may_start_anew, starts_anew = self._connection.ranks.broadcast(options)
+        own_answers = can_set_aside, self._ignore_unreadable
+        may_start_anew, starts_anew = self._connection.ranks.broadcast(own_answers)
         if may_start_anew and starts_anew:
             return
         hint = "name another folder"
@@ -128,7 +136,7 @@ class RunCheckpoints:
     def restore(self, source: Checkpoint | None) -> bool:
         """Load `source` or the newest valid checkpoint. Return False if there is no checkpoint.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
 
         Raises
         ------
@@ -139,7 +147,7 @@ class RunCheckpoints:
         self._warn_of_fresh_ddp()
         self._refuse_unshared_folder()
         newest = source or self.find(None)
-        self.may_write = True
+        self.may_write = True  # the program knows the checkpoints in the folder, so none is lost by mistake
         if newest is None:
             if self.keep:  # refuse a state that cannot be saved now, and not hours later at the first save
                 self.tracked.snapshot(self._connection.ranks, "run.restore")
@@ -148,6 +156,7 @@ class RunCheckpoints:
         self.restored = newest
         self._saved_values = self.position.values()
         self.saved_step = self.position.step
+        # Inside a pass (`batch` is not 0), `prepare_pass` checks that the program has not changed the state.
         self._restored_digests = {}
         if self.position.batch:
             self._restored_digests = self.tracked.digests()
@@ -156,7 +165,9 @@ class RunCheckpoints:
         return True
 
     def _load(self, newest: Checkpoint) -> None:
-        """Load the tracked objects, the position and the random states. This is a collective call.
+        """Load the tracked objects, the position and the random states.
+
+        This is a collective call: all ranks must make it.
 
         Raises
         ------
@@ -172,6 +183,7 @@ class RunCheckpoints:
                 where=str(newest.folder),
                 hint=f"start {newest.world_size} ranks, or a new run in another folder",
             )
+        # Load the objects first: if one of them refuses its state, the position remains unchanged.
         self.tracked.load(newest, per_rank_states)
         warning = self.position.restore(newest.position, rank_values["random"], newest.world_size, ranks)
         if warning:
@@ -180,7 +192,7 @@ class RunCheckpoints:
     def prepare_pass(self) -> None:
         """Make sure that the first pass after a restore begins with the state of the checkpoint.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
 
         Raises
         ------
@@ -231,6 +243,7 @@ class RunCheckpoints:
         """
         digests = self.tracked.digests()
         changes = [name for name, digest in digests.items() if digest != restored_digests[name]]
+        # Every rank gets the changes of all ranks, so that all raise the same error.
         changes_of_ranks = self._connection.ranks.gather(changes, call="run.steps")
         names = set[str]().union(*changes_of_ranks)
         if names:
@@ -253,7 +266,7 @@ class RunCheckpoints:
             )
 
     def write(self, *, at_start: bool = False) -> None:
-        """Write a checkpoint in the background. This is a collective call.
+        """Write a checkpoint in the background. This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -272,6 +285,7 @@ class RunCheckpoints:
             self.refuse_older()
             self._refuse_unshared_folder()
             self.may_write = True
+        # Refuse a state that a resume could not continue, before anything is written.
         self.position.refuse_unchanged_loader_state()
         self.scheduler_search.refuse_untracked(self.tracked.objects)
         with self._progress.time_save():
@@ -284,6 +298,7 @@ class RunCheckpoints:
 
     def _open_writer(self) -> CheckpointWriter:
         """Return the writer of checkpoints. The first call is a collective call."""
+        # Not in `__init__`, because the writer needs the ranks, which are connected later.
         if self._writer is None:
             connection = self._connection
             self._writer = CheckpointWriter(
@@ -292,7 +307,10 @@ class RunCheckpoints:
         return self._writer
 
     def wait(self) -> CheckpointWriter:
-        """Wait until the last checkpoint is completely written. This is a collective call."""
+        """Wait until the last checkpoint is completely written.
+
+        This is a collective call: all ranks must make it.
+        """
         writer = self._open_writer()
         with self._progress.time_save():
             writer.close()
@@ -322,7 +340,12 @@ class RunCheckpoints:
         end_program(code)
 
     def finish(self) -> None:
-        """Save the last state of a finished run, unless a checkpoint contains it. A collective call.
+        """Save the last state of a finished run, unless a checkpoint contains it.
+
+        This is a collective call: all ranks must make it.
+
+        If the program has already closed its process group, nothing is saved. A warning tells the user if a
+        state is lost.
 
         Raises
         ------
@@ -338,10 +361,12 @@ class RunCheckpoints:
                 )
             return
         connection.wait_for_last_numbers(step)
+        # Wait for all ranks. A rank in another call, such as `run.steps`, gets an error.
         connection.ranks.gather(None, call="the end of the run")
         connection.agreement.stop = ""  # the run is finished, so a request to stop no longer has an effect
         if has_moved:
             self.write()
+        # The thread that writes the checkpoint reports its errors only to `wait`.
         if self._writer is not None and self.wait().saved_step != step:
             raise NotSaved(f"the state of step {step} is not saved", where=str(self._folder))
 

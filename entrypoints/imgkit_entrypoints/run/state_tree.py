@@ -34,7 +34,11 @@ def map_leaves(value: Any, change: Callable[[Any, LeafPath], Any], *path: Any) -
     """Copy a tree of dicts, lists and tuples, and replace each leaf by the result of ``change(leaf, path)``.
 
     Every value that is not a dict, list or tuple is a leaf. Instances of subclasses, such as named tuples or
-    torch.Size, are leaves, too.
+    torch.Size, are leaves, too. They may have constructors of their own, so they cannot be copied here.
+
+    Parameters
+    ----------
+    path : the keys and indices that lead to `value` in the whole tree. A caller leaves it out.
     """
     if type(value) in (dict, OrderedDict):
         return {key: map_leaves(item, change, *path, key) for key, item in value.items()}
@@ -84,9 +88,10 @@ class _TensorSplitter:
             return value
         if not _can_divide(value):
             return value.detach().clone()
+        # Tied weights use the same memory. They are stored once, under the key of the first.
         memory = _memory_of(value)
         if memory not in self._keys:
-            key = self._free_key(path)
+            key = self._find_free_key(path)
             self._keys[memory] = key
             self.tensors[key] = value.detach()
         key = self._keys[memory]
@@ -96,7 +101,7 @@ class _TensorSplitter:
         # of a larger tensor, whose strides have gaps.
         return TensorRef(key, torch.empty_like(value, device="meta").stride())
 
-    def _free_key(self, path: LeafPath) -> str:
+    def _find_free_key(self, path: LeafPath) -> str:
         """Return a key for the tensor at `path` that is not in use, such as ``model.layer.weight``."""
         key = ".".join(map(str, (self._name, *path)))
         # {"a.b": x, "a": {"b": y}} would give the key "a.b" twice, and {1: x, "1": y} the key "1". Any other
@@ -150,7 +155,7 @@ def join_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
         if not isinstance(value, TensorRef):
             return value
         tensor = tensors[value.key]
-        if value.stride is None or is_dtensor(tensor):
+        if value.stride is None or is_dtensor(tensor):  # already in its format
             return tensor
         return torch.empty_strided(tensor.shape, value.stride, dtype=tensor.dtype).copy_(tensor)
 
@@ -206,13 +211,14 @@ class HostCopies:
 
     def start_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start to copy `tensors` into buffers, and return the buffers. They are complete after `wait`."""
-        copies = {key: self._copy(key, tensor) for key, tensor in tensors.items()}
+        copies = {key: self._copy_into_buffer(key, tensor) for key, tensor in tensors.items()}
         self._buffers = copies
+        # Record the events after the copies were started, so that they occur when the copies are complete.
         devices = {tensor.device for tensor in tensors.values() if tensor.device.type == "cuda"}
         self._events = [torch.cuda.current_stream(device).record_event() for device in devices]
         return copies
 
-    def _copy(self, key: str, tensor: Tensor) -> Tensor:
+    def _copy_into_buffer(self, key: str, tensor: Tensor) -> Tensor:
         """Start to copy a tensor into the buffer for its key, or into a new buffer if it does not fit."""
         is_on_gpu = tensor.device.type == "cuda"
         buffer = self._buffers.get(key)

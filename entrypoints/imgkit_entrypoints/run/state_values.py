@@ -37,25 +37,26 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
     The ranks compare these texts, because a checkpoint stores only rank 0's state. For a scheduler, the
     result may be ``{"['last_epoch']": "7"}``. For a model, the result includes all parameters, but no
     buffers. For an optimizer, it includes all values. For other objects, it does not include large tensors
-    and tensors of fractions.
+    and tensors of fractions. A result with too many items is replaced by one digest under the path ``""``.
     """
-    texts: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     bit_sums: dict[str, Tensor] = {}
-    for path, leaf in _compared_leaves(stateful, state).items():
+    for path, leaf in _list_compared_leaves(stateful, state).items():
         if has_weights(stateful) and _can_sum_bits(leaf):
             bit_sums[path] = _sum_bits(leaf)
             continue
-        text = _describe_value(leaf)
-        if text:
-            texts[path] = text
+        description = _describe_value(leaf)
+        if description:  # otherwise the value may differ between the ranks
+            descriptions[path] = description
+    # Read all sums together at the end: each copy from a GPU would wait for the GPU.
     for path, bit_sum in _read_numbers(bit_sums).items():
-        texts[path] = f"bits {bit_sum:x}"
-    if len(texts) > MAX_COMPARED:
-        return {"": digest_text(repr(texts))}
-    return texts
+        descriptions[path] = f"bits {bit_sum:x}"
+    if len(descriptions) > MAX_COMPARED:  # the ranks send the result to each other, so it must stay small
+        return {"": digest_text(repr(descriptions))}
+    return descriptions
 
 
-def _compared_leaves(stateful: Any, state: Any) -> dict[str, Any]:
+def _list_compared_leaves(stateful: Any, state: Any) -> dict[str, Any]:
     """Return the parameters of a model, or the values in the state of any other object, by path."""
     if isinstance(stateful, nn.Module):
         return {f".{name}": parameter for name, parameter in stateful.named_parameters()}
@@ -75,13 +76,13 @@ def _describe_value(leaf: Any) -> str:
     The text for a shard contains only its shape and placement, because the values of shards differ.
     """
     if not isinstance(leaf, Tensor):
-        return _shorten(repr(_sort_set(leaf)))
+        return _shorten_text(repr(_sort_set(leaf)))
     if is_dtensor(leaf):
         return f"{tuple(leaf.shape)} {leaf.placements}"
     is_fraction = leaf.is_floating_point() or leaf.is_complex()
     if is_fraction or leaf.numel() > MAX_ELEMENTS:
         return ""
-    return _shorten(repr(leaf.tolist()))
+    return _shorten_text(repr(leaf.tolist()))
 
 
 def _sum_bits(tensor: Tensor) -> Tensor:
@@ -90,10 +91,12 @@ def _sum_bits(tensor: Tensor) -> Tensor:
     Equal tensors have equal sums. So the ranks compare one number instead of all weights. The result is on
     the device of the tensor.
     """
-    values = tensor.detach()
-    if values.is_complex():
-        values = torch.view_as_real(values)
-    integers = values.view(_INTEGER_TYPES[values.element_size()])
+    elements = tensor.detach()
+    if elements.is_complex():
+        elements = torch.view_as_real(elements)
+    # The bits are read as integers, because a sum of fractions is rounded and depends on the order.
+    integers = elements.view(_INTEGER_TYPES[elements.element_size()])
+    # Bytes in memory can be read as larger words only without gaps between them.
     if not integers.is_contiguous():
         return integers.sum(dtype=torch.int64)
     # If possible, add up words of 8 bytes, and then the elements after the last complete word.
@@ -116,11 +119,11 @@ def _read_numbers(numbers: Mapping[str, Tensor]) -> dict[str, int]:
     by_device: dict[torch.device, dict[str, Tensor]] = {}
     for path, number in numbers.items():
         by_device.setdefault(number.device, {})[path] = number
-    host_numbers: dict[str, int] = {}
+    number_by_path: dict[str, int] = {}
     for device_numbers in by_device.values():
-        values = torch.stack([*device_numbers.values()]).tolist()
-        host_numbers.update(zip(device_numbers, values, strict=True))
-    return host_numbers
+        numbers_on_host = torch.stack([*device_numbers.values()]).tolist()
+        number_by_path.update(zip(device_numbers, numbers_on_host, strict=True))
+    return number_by_path
 
 
 def digest_state(state: Any) -> str:
@@ -133,7 +136,7 @@ def digest_state(state: Any) -> str:
     size_bytes = sum(leaf.nbytes for _, leaf in leaves if isinstance(leaf, Tensor))
     digest = hashlib.sha256()
     for path, leaf in leaves:
-        digest.update(repr(path).encode())
+        digest.update(repr(path).encode())  # the same value at another path must give another digest
         digest.update(_encode_leaf(leaf, has_values=size_bytes <= MAX_DIGESTED_BYTES))
     return digest.hexdigest()
 
@@ -161,7 +164,7 @@ def _sort_set(leaf: Any) -> Any:
     return leaf
 
 
-def _shorten(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """Return `text`, or its beginning and a digest if it is too long for a message."""
     if len(text) <= MAX_TEXT:
         return text

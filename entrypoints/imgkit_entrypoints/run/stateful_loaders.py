@@ -27,17 +27,21 @@ DATASET_STATES = {"dataset_state", "dataset_iter_state"}
 def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pass: bool) -> Iterator[Any]:
     """Return an iterator over a loader with a state of its own, which a resume may have loaded.
 
+    Usually, the loaded state makes the loader continue at the right batch. Then this function only restores
+    the random states of the checkpoint at the right moment.
+
     Parameters
     ----------
     skip : number of batches of this pass that were done before the checkpoint.
     random : the random states at the start of the pass and at the checkpoint.
     is_first_pass : whether an uninterrupted run would start the loader's workers for this pass.
     """
-    state = _unread_state(loader)
+    state = _get_unread_state(loader)
     starts_workers = False
     if state is None:  # another kind of loader, or not the first pass: the loader continues by itself
         batches: Iterator[Any] = iter(loader)
     elif _is_stream(loader) and not _has_dataset_state(state):
+        # The state does not contain the position in the stream, so the batches must be read and skipped.
         batches = _iterate_from_start(loader, skip, random)
     elif state.get("_iterator_finished"):
         loader.state_dict()  # creates the finished iterator now, because that draws a random number
@@ -48,6 +52,7 @@ def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pas
     if state is not None:
         # An uninterrupted run would still have its workers. Starting workers again draws a random number.
         starts_workers = not is_first_pass and loader.persistent_workers
+    # After the iterator was created, because that draws a random number.
     if skip or starts_workers:
         random.latest.restore()
     return batches
@@ -67,7 +72,7 @@ def _iterate_from_start(loader: Any, skip: int, random: PassRandom) -> Iterator[
     return batches
 
 
-def _unread_state(loader: Any) -> Mapping[str, Any] | None:
+def _get_unread_state(loader: Any) -> Mapping[str, Any] | None:
     """Return the state from which a StatefulDataLoader will begin its first pass.
 
     The result is None for other loaders, and after the first pass has begun.

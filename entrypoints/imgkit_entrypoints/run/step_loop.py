@@ -85,8 +85,10 @@ class StepLoop:
         if self.is_started:
             agreement.wait_for_ranks(position.step, "run.steps")
         self._refuse_different_passes(loader, name, save_every)
+        # Each of the following calls may raise an error, so they come before the pass is opened.
         position.end_last_pass(name)
         if position.was_finished(name):
+            # `open_pass` and `request_save` read this: the checkpoint contains what the program does now.
             position.repeats_epoch = True
             return
         position.add_loop(name)
@@ -112,14 +114,14 @@ class StepLoop:
         """Begin a step of a loop over `Run.steps`. `end_open_step` counts the step."""
         self._refuse_step_after_break()
         self._checkpoints.restored = None
-        self._is_in_step = True
+        self._is_in_step = True  # `request_save` then waits for the end of the step
         self.begin_step()
         self._gradients.begin_step()
 
     def _end_pass(self, loader: Any) -> None:
         """Wait for the other ranks at the end of a pass, save if the run stops, and count the pass as done.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
         """
         self._connection.agreement.wait_for_ranks(self._position.step, PASS_END)
         # A loader with a state of its own is after its last batch now. A resume from this state could not
@@ -146,7 +148,10 @@ class StepLoop:
         self._checkpoints.prepare_pass()
 
     def _warn_of_sampler(self, loader: Any) -> None:
-        """Warn once if a resume may not be able to repeat the random numbers of the loader's sampler."""
+        """Warn once if a resume may not be able to repeat the random numbers of the loader's sampler.
+
+        A sampler draws the order of samples. A resume draws the order again, and skips what was done.
+        """
         sampler = find_unrepeatable_sampler(loader)
         if not sampler or self._has_warned_of_sampler:
             return
@@ -157,7 +162,9 @@ class StepLoop:
         )
 
     def _refuse_different_passes(self, loader: Any, name: str, save_every: int) -> None:
-        """Raise UsageError on every rank if the ranks begin different passes. This is a collective call.
+        """Raise UsageError on every rank if the ranks begin different passes.
+
+        This is a collective call: all ranks must make it.
 
         Ranks in different passes would wait for each other forever.
         """
@@ -240,13 +247,17 @@ class StepLoop:
             self.start(save_every)
         self._count_step()
         self._checkpoints.restored = None  # from now on, the state differs from the restored checkpoint
+        # `_agree_on_save` asks which optimizers have taken a step, and `begin_step` forgets them.
         saves_now = self._agree_on_save(save_every)
         self._gradients.begin_step()
         return saves_now
 
     def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
-        """Save the state if all ranks agree that a save is due. This is a collective call."""
-        if self._agree_on_save(save_every):
+        """Save the state if all ranks agree that a save is due.
+
+        This is a collective call: all ranks must make it.
+        """
+        if self._agree_on_save(save_every):  # the same on all ranks
             self.save_now(at_start=at_start)
 
     def _agree_on_save(self, save_every: int) -> bool:
@@ -257,7 +268,7 @@ class StepLoop:
         """
         step = self._position.step
         agreement = self._connection.agreement
-        agreement.exchange_if_due(step)
+        agreement.exchange_if_due(step)  # may set `agreement.stop`, on all ranks at the same step
         is_due = bool(agreement.stop) or self._should_save
         if self._checkpoints.keep and save_every:
             # Compare multiples of `save_every` instead of the distance to the last save. A save that had to
@@ -266,20 +277,26 @@ class StepLoop:
         if not is_due or self._agree_to_wait():
             return False
         agreement.wait_for_ranks(step, "run.save")
+        # `is_due` above compares later steps with this one.
         self._checkpoints.saved_step = step
         return True
 
     def _agree_to_wait(self) -> bool:
-        """Return whether a due save must wait because a rank cannot save yet. This is a collective call.
+        """Return whether a due save must wait because a rank cannot save yet.
+
+        This is a collective call: all ranks must make it.
 
         A checkpoint does not contain gradients. So a rank cannot save while its optimizer has not used the
         latest gradients. It also cannot save at the end of a loader that could not continue from its state.
         """
+        # `delay_save` also counts the steps for which a save has waited, so call it once for each due save.
         must_wait = self._gradients.delay_save() or self._position.has_unusable_loader_state()
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
     def request_save(self) -> None:
-        """Save as soon as possible: now, or at the end of a step. This is a collective call.
+        """Save as soon as possible: now, or at the end of a step.
+
+        This is a collective call: all ranks must make it.
 
         Raises
         ------
@@ -301,10 +318,13 @@ class StepLoop:
             self.save_now()
 
     def save_now(self, *, at_start: bool = False) -> None:
-        """Save the state. After a request to stop, end the program. This is a collective call."""
+        """Save the state. After a request to stop, end the program.
+
+        This is a collective call: all ranks must make it.
+        """
         self._checkpoints.write(at_start=at_start)
         if self._connection.stop:
-            self._checkpoints.leave()
+            self._checkpoints.leave()  # raises SystemExit
         self._checkpoints.saved_step = self._position.step
         self._should_save = False
-        self.start_clock()
+        self.start_clock()  # the time of the save must not count as time of a step

@@ -67,8 +67,12 @@ class StopRequests:
         self._previous_handlers: dict[int, Any] = {}
 
     def find_reasons(self) -> set[str]:
-        """Return those of `REASONS` for which this rank has seen a request to stop."""
+        """Return those of `REASONS` for which this rank has seen a request to stop.
+
+        The ranks exchange their results, so that all of them stop if one has a reason.
+        """
         reasons = set()
+        # The node agent (the process that starts the workers on a node) creates this file.
         if self._agent_flag is not None and self._agent_flag.exists():
             reasons.add(AGENT_REQUEST)
         request = self._folder.stop_request() if self._folder else None

@@ -95,6 +95,7 @@ class TrackedObjects:
             raise _track_error(problem, "track objects with state_dict and load_state_dict")
         _refuse_unsupported_shards(name, stateful)
         state = state_of(name, stateful)
+        # Test this now, and not hours later at the first save.
         problem = state_tree.find_unpicklable(name, state)
         if problem:
             raise _unloadable_error(problem)
@@ -102,6 +103,7 @@ class TrackedObjects:
         if per_rank or _is_loader(stateful):
             self._per_rank_names.add(name)
         else:
+            # A checkpoint stores only rank 0's state. `_refuse_difference` compares later values with these.
             self._first_values[name] = describe_values(stateful, state)
 
     def digests(self) -> dict[str, str]:
@@ -115,7 +117,7 @@ class TrackedObjects:
     def snapshot(self, ranks: Ranks, call: str) -> Snapshot:
         """Compare the states between the ranks, and return them in the form for a checkpoint.
 
-        This is a collective call.
+        This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -134,9 +136,10 @@ class TrackedObjects:
                 self._add_state(snapshot, name, is_compared=is_compared)
         except UsageError as own_error:  # raised below, because the other ranks wait for this rank's report
             error = own_error
-        names = ", ".join(sorted(self.objects)) or "nothing"
-        reports = ranks.gather(_RankReport(names, snapshot.digests, error), call=call)
+        own_names = ", ".join(sorted(self.objects)) or "nothing"
+        reports = ranks.gather(_RankReport(own_names, snapshot.digests, error), call=call)
         _refuse_bad_reports(reports, call)
+        # All ranks have the same reports, so they all call `_refuse_difference`, a collective call, or none.
         for name in sorted(snapshot.digests):
             if len({report.digests[name] for report in reports}) > 1:
                 self._refuse_difference(name, ranks, call)
@@ -166,6 +169,7 @@ class TrackedObjects:
                 snapshot.rank_values[name] = pickle.dumps(state_tree.copy_to_host(state))
             else:
                 tree, tensors = state_tree.split_tensors(name, state, snapshot.tensors)
+                # The tree is pickled now, because training goes on while a thread writes the checkpoint.
                 snapshot.trees[name] = pickle.dumps(tree)
                 snapshot.tensors.update(tensors)
         except Exception as error:  # pickle and the classes of a program raise many types of errors
@@ -179,13 +183,15 @@ class TrackedObjects:
         """Raise UsageError on every rank if a resume would overwrite values that differ between the ranks.
 
         A checkpoint stores only rank 0's state of the object, and a resume loads it on all ranks. This is a
-        collective call.
+        collective call: all ranks must make it, and do so if the digests of their states differ.
         """
         stateful = self.objects[name]
-        values = describe_values(stateful, state_of(name, stateful))
-        rows = ranks.gather((self._first_values[name], values), call=call)
-        first_values, latest_values = zip(*rows, strict=True)
+        own_values = describe_values(stateful, state_of(name, stateful))
+        # The first values are those from `run.track` or from the last restore.
+        values_of_ranks = ranks.gather((self._first_values[name], own_values), call=call)
+        first_values, latest_values = zip(*values_of_ranks, strict=True)
         paths = set[str]().union(*first_values, *latest_values)
+        # One path, such as "['last_epoch']", with the values of all ranks at a time.
         for path in sorted(paths):
             first = [rank_values.get(path, "") for rank_values in first_values]
             latest = [rank_values.get(path, "") for rank_values in latest_values]
@@ -193,7 +199,9 @@ class TrackedObjects:
                 raise _difference_error(stateful, name, path, latest, call)
 
     def load(self, checkpoint: Checkpoint, rank_values: Mapping[str, bytes]) -> None:
-        """Load the state of every object from a checkpoint, one after the other. This is a collective call.
+        """Load the state of every object from a checkpoint, one after the other.
+
+        This is a collective call: all ranks must make it.
 
         Parameters
         ----------
@@ -210,8 +218,9 @@ class TrackedObjects:
         for name, tree in trees.items():
             self._refuse_other_object(name, tree, checkpoint)
         for name, tree in trees.items():
-            shards = _tensors_for_shards(self.objects[name], name, tree, checkpoint)
+            shards = _make_shards(self.objects[name], name, tree, checkpoint)
             self._load_object(name, checkpoint.state(name, shards), checkpoint)
+        # The states of this rank only. No other rank waits for them.
         for name, data in rank_values.items():
             state = pickle.loads(data)  # noqa: S301 - SECURITY.md: it is trusted like code
             self._load_object(name, state, checkpoint)
@@ -316,7 +325,8 @@ def _unloadable_error(problem: str) -> UsageError:
 def _refuse_unsupported_shards(name: str, stateful: Any) -> None:
     """Raise UsageError if an object is sharded (divided among the ranks) in a way that cannot be saved.
 
-    Only objects that FSDP2 shards over all ranks can be saved, with torch 2.6 or newer.
+    Only objects that FSDP2 shards over all ranks can be saved, with torch 2.6 or newer. `SHARDED_BY_OTHERS`
+    are classes of other libraries, which shard in their own way. `name` is only used in messages.
     """
     modules = stateful.modules() if isinstance(stateful, nn.Module) else [stateful]
     for module in modules:
@@ -334,7 +344,7 @@ def _refuse_unsupported_shards(name: str, stateful: Any) -> None:
             f"{name} is sharded, and this is torch {torch.__version__}",
             "use an image with torch 2.6 or newer (NGC 25.01), or wrap the model in DDP",
         )
-    if isinstance(stateful, nn.Module):
+    if isinstance(stateful, nn.Module):  # the parameters of an optimizer are those of a model
         for key, parameter in stateful.named_parameters():
             _refuse_parameter(f"{name}.{key}", parameter)
 
@@ -360,10 +370,10 @@ def _refuse_bad_reports(reports: Sequence[_RankReport], call: str) -> None:
     for rank, report in enumerate(reports):
         if report.error is not None:
             raise UsageError(f"rank {rank}: {report.error.what}", where=call, hint=report.error.hint)
-    names = [report.names for report in reports]
-    if len(set(names)) > 1:
+    names_of_ranks = [report.names for report in reports]
+    if len(set(names_of_ranks)) > 1:
         raise UsageError(
-            f"the ranks track different objects: {ranks_by_value(names)}",
+            f"the ranks track different objects: {ranks_by_value(names_of_ranks)}",
             where=call,
             hint="all ranks must track the same names",
         )
@@ -419,10 +429,10 @@ def _find_group_difference(tree: Any, optimizer: Optimizer) -> str:
 
 
 def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Checkpoint) -> str:
-    """Return how the saved state of a model differs from its current state `live`, or ``""``.
+    """Return how the saved state of a model differs from its current state `live`, or ``""`` if it does not.
 
-    Names, shapes and types are compared. An example of a result is ``out.weight is (10, 20) in the checkpoint
-    and (10, 30) in the model``.
+    Names, shapes and types are compared, but no values, because a resume replaces them. An example of a
+    result is ``out.weight is (10, 20) in the checkpoint and (10, 30) in the model``.
     """
     saved_only = list_first_names([key for key in saved if key not in live])
     live_only = list_first_names([key for key in live if key not in saved])
@@ -430,13 +440,13 @@ def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Chec
         return f"{saved_only or 'nothing'} only in the checkpoint, {live_only or 'nothing'} only in the model"
     for key, leaf in saved.items():
         saved_value = leaf
-        if isinstance(leaf, TensorRef):
+        if isinstance(leaf, TensorRef):  # stands for a tensor that has not been read
             saved_value = checkpoint.tensors[leaf.key]  # has a shape and a dtype, like a tensor
         for describe in (_describe_shape, _describe_dtype):
-            saved_text = describe(saved_value)
-            live_text = describe(live[key])
-            if saved_text != live_text:
-                return f"{key} is {saved_text} in the checkpoint and {live_text} in the model"
+            saved_description = describe(saved_value)
+            live_description = describe(live[key])
+            if saved_description != live_description:
+                return f"{key} is {saved_description} in the checkpoint and {live_description} in the model"
     return ""
 
 
@@ -449,7 +459,7 @@ def _describe_dtype(value: Any) -> str:
     return str(getattr(value, "dtype", None))
 
 
-def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
+def _make_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return DTensors, by key, into which each rank can read its part of a sharded model or optimizer.
 
     Parameters
@@ -467,7 +477,8 @@ def _tensors_for_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpo
 def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
     """Return an empty DTensor, by key, for each sharded tensor in the saved state of an optimizer.
 
-    A new optimizer does not have these tensors yet. Each DTensor is sharded like its parameter.
+    A DTensor is a tensor of which each rank has a part. A new optimizer does not have these tensors yet, so
+    the parts in the checkpoint are read into the result. Each DTensor is sharded like its parameter.
     """
     shards = {}
     # The keys of the state are indices of parameters. Adam has for the first parameter
@@ -476,7 +487,7 @@ def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoi
         if not is_dtensor(parameter):
             continue
         for _, leaf in list_leaves(tree["state"].get(index)):
-            if not isinstance(leaf, TensorRef):
+            if not isinstance(leaf, TensorRef):  # a number, which is stored in the tree itself
                 continue
             saved = checkpoint.tensors[leaf.key]
             if saved.shape == parameter.shape:  # a tensor of another shape, such as "step", is not sharded
@@ -529,10 +540,11 @@ def _map_to_plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
 
     For a model in DDP, ``module.weight`` is mapped to ``weight``.
     """
-    prefixes = _wrapper_prefixes(model)
+    prefixes = _find_wrapper_prefixes(model)
     plain_keys = {}
     for key in state:
         plain_key = key
+        # Several wrappers may be nested. Each turn removes one of them, the innermost first.
         for prefix, plain_prefix in prefixes:
             if plain_key.startswith(prefix):
                 plain_key = plain_prefix + plain_key.removeprefix(prefix)
@@ -540,7 +552,7 @@ def _map_to_plain_keys(model: nn.Module, state: Mapping[str, Any]) -> dict[str, 
     return plain_keys
 
 
-def _wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
+def _find_wrapper_prefixes(model: nn.Module) -> list[tuple[str, str]]:
     """Return the prefixes of keys inside wrappers, innermost first, with the prefixes without the wrapper.
 
     A compiled layer of a model gives ``("layer._orig_mod.", "layer.")``.
