@@ -178,13 +178,13 @@ class NodeAgent:
         """
         failure_lines: tuple[str, ...] = ()
         try:
-            state: State | None = self._gather(stop_folder, folders)
+            state: State | None = self._meet_nodes(stop_folder, folders)
             while state:
                 state = state()
             code = self._run_code()
             if code not in GOOD:
-                failure_lines = self._failure_lines()
-            code = self._exit_code(code)
+                failure_lines = self._describe_failure()
+            code = self._choose_exit_code(code)
         except NoPlan:
             # A signal during the roll call or the preflight raises NoPlan as well. The signal is then no
             # failure to report, and the exit code is 128 plus its number, as in a shell.
@@ -244,7 +244,7 @@ class NodeAgent:
             return self._attempt
         return None
 
-    def _gather(self, stop_folder: Path, folders: ExitStack) -> State:
+    def _meet_nodes(self, stop_folder: Path, folders: ExitStack) -> State:
         """Meet the agents of all nodes in the roll call, and return the next state.
 
         In the roll call, every node connects to the head (the node with rank 0) and reports facts about
@@ -268,7 +268,7 @@ class NodeAgent:
         self._context = NodeContext(
             config=config,
             session=session,
-            env=self._command_env(stop_folder),
+            env=self._make_command_env(stop_folder),
             open_files=self._open_files,
             stop_folder=stop_folder,
             log_folder=self._log_folder(),
@@ -297,7 +297,7 @@ class NodeAgent:
             is_per_node=self.config.command.is_per_node,
         )
 
-    def _command_env(self, stop_folder: Path) -> Mapping[str, str]:
+    def _make_command_env(self, stop_folder: Path) -> Mapping[str, str]:
         """Return the environment of the command. It is the same in every attempt of the run.
 
         IMGKIT_STOP_DIR is the stop folder, in which the node agent and the program exchange files.
@@ -379,7 +379,7 @@ class NodeAgent:
         if order is None:
             return None
         if order.attempt > 1:
-            lines = self._failure_lines(of_previous=True)
+            lines = self._describe_failure(of_previous=True)
             if lines:
                 self.log(*lines)
         if order.node_rank is not None:
@@ -446,7 +446,7 @@ class NodeAgent:
             attempt.request_stop(self.stop.reason)
         first_attempt_s = self._step_timer.start_attempt(self.context.stop_folder)
         if order.attempt <= self._orders.cancelled_attempt:
-            return self._restart
+            return self._report_end
         start_up = self._start_up
         # The steps before torchrun, such as the roll call, happen only once. A later attempt begins now.
         if order.attempt > 1:
@@ -467,23 +467,23 @@ class NodeAgent:
 
     def _watch(self) -> State:
         """Watch the command until it ends, or until it must be stopped. Return the next state."""
-        attempt = self._current_attempt()
+        attempt = self._get_attempt()
         while self._supervise_tick(attempt):
             if self.stop or attempt.deadline.is_set:
                 return self._stop
-        return self._restart
+        return self._report_end
 
     def _stop(self) -> State:
         """Wait until the program has saved and ended. After the deadline, end it by force.
 
         Force means several signals, some seconds apart. Return the next state.
         """
-        attempt = self._current_attempt()
+        attempt = self._get_attempt()
         while self._supervise_tick(attempt):
             attempt.end_when_due()
-        return self._restart
+        return self._report_end
 
-    def _current_attempt(self) -> NodeAttempt:
+    def _get_attempt(self) -> NodeAttempt:
         """Return the latest attempt. Only states after `_start_attempt` call this."""
         assert self._attempt is not None  # noqa: S101 - `_start_attempt` has set it
         return self._attempt
@@ -525,13 +525,13 @@ class NodeAgent:
             self._is_output_lost = True
             self.log(f"standard output is closed or full ({reason}): output of the ranks is lost")
 
-    def _restart(self) -> State:
+    def _report_end(self) -> State:
         """Finish an attempt on this node: explain a failure, and report the end to the head (node 0).
 
         Return the state in which this node waits for the head's next order. The head may start another
         attempt, or end the run.
         """
-        attempt = self._current_attempt()
+        attempt = self._get_attempt()
         has_run = attempt.is_running  # False if the head has cancelled the attempt before its start
         if has_run:
             self._finish_attempt(attempt)
@@ -568,7 +568,7 @@ class NodeAgent:
             self._wait(self._signals)
             self._handle_events()
 
-    def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
+    def _describe_failure(self, *, of_previous: bool = False) -> tuple[str, ...]:
         """Return the lines about a failed run that are printed last, so that the user sees them first.
 
         The head (the node with rank 0) describes the failure that came first on any node. Every other node
@@ -606,7 +606,7 @@ class NodeAgent:
             return 128 + self._signals.received[0]
         return node_code
 
-    def _exit_code(self, run_code: int) -> int:
+    def _choose_exit_code(self, run_code: int) -> int:
         """Return the exit code of this process, which may differ from the exit code of the run.
 
         If the run has saved its state, also ask the job script to requeue the job. If the run has succeeded

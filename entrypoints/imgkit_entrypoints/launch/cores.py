@@ -58,7 +58,7 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
-    has_whole_node = job_cpus >= node_cpus
+    has_whole_node = job_cpus >= node_cpus  # False without Slurm, where `job_cpus` is 0
     # The job has the whole node, but the launcher has bound this process to a part of it.
     if has_whole_node and len(allowed_cpus) < node_cpus:
         problem = f"{_JOB_CPUS}: the job has all {node_cpus} processors, but was bound to"

@@ -156,7 +156,7 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         signal.signal(number, lambda *_: None)
     for descriptor in (control, status):
         os.set_inheritable(descriptor, False)
-    child_ended = _wake_on_child()
+    child_ended = _make_child_wakeup()
     try:
         child = _start_command(command, kind)
     except OSError as error:
@@ -203,7 +203,7 @@ def _start_command(command: list[str], kind: str) -> int:
     return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset, setsigmask=())
 
 
-def _wake_on_child() -> int:
+def _make_child_wakeup() -> int:
     """Return a descriptor that becomes readable when a child ends, so that `select` can wait for it."""
     # select() does not return for a signal by itself: Python writes a byte into this pipe (set_wakeup_fd).
     reader, writer = os.pipe()
@@ -227,15 +227,17 @@ class _AgentCommands:
     def wait_for_signals(self, seconds: float, *, wakeup: int | None = None) -> list[int]:
         """Wait up to `seconds` for commands, and return the signals that the child should get.
 
-        Other commands set the attributes `wants_end` and `wants_kill`. A byte on the descriptor `wakeup` also
-        ends the wait.
+        Other commands set the attributes `wants_end` and `wants_kill`. A byte on the descriptor `wakeup`,
+        which Python writes when a child ends (`_make_child_wakeup`), also ends the wait. Return [] if the
+        wait has ended without a command. If the node agent is gone, return [] and set `wants_kill`.
         """
         descriptors = [self._control] if wakeup is None else [self._control, wakeup]
         readable, _, _ = select.select(descriptors, [], [], seconds)
         if wakeup is not None and wakeup in readable:
-            os.read(wakeup, 4096)
+            os.read(wakeup, 4096)  # else the descriptor stays readable, and the next wait ends at once
         if self._control not in readable:
             return []
+        # The node agent writes each short line at once, so a line arrives as a whole.
         data = os.read(self._control, 4096)
         if not data:  # end of file: the node agent is gone
             self.wants_kill = True

@@ -121,7 +121,7 @@ def clean_environment(
         mpi_names = [name for name in host_env if _MPI.match(name)]
     new_values = {}
     if "LD_PRELOAD" in host_env:
-        new_values["LD_PRELOAD"] = " ".join(_loadable_libraries(env["LD_PRELOAD"], exists))
+        new_values["LD_PRELOAD"] = " ".join(_select_loadable_libraries(env["LD_PRELOAD"], exists))
     # Only in a container does a virtual environment come from the host. Elsewhere, the user works in it.
     if image_env is not None or any(name in env for name in _CONTAINER):
         new_values |= _remove_host_python(env, host_env, image, prefix)
@@ -136,7 +136,7 @@ def clean_environment(
         texts.append(f"without {', '.join(removed)} of the host")
     tmpdir = host_env.get("TMPDIR", "")
     if len(tmpdir) > MAX_TMPDIR:
-        changes["TMPDIR"] = _short_tmpdir(tmpdir)
+        changes["TMPDIR"] = _make_short_tmpdir(tmpdir)
         texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
     else:
         tmpdir = ""
@@ -169,7 +169,7 @@ def _select_host_variables(
     return host_env
 
 
-def _short_tmpdir(tmpdir: str) -> str:
+def _make_short_tmpdir(tmpdir: str) -> str:
     """Return a short path in /tmp that replaces a TMPDIR that is too long for sockets."""
     # Because of the digest, each long TMPDIR has its own link, even if a user has several jobs on the node.
     digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
@@ -187,7 +187,7 @@ def _count_by_prefix(names: Sequence[str]) -> list[str]:
     return [f"{prefix}_* ({prefixes.count(prefix)})" for prefix in dict.fromkeys(prefixes)]
 
 
-def _loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str]:
+def _select_loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str]:
     """Return the libraries in LD_PRELOAD that should still be loaded in this container.
 
     Libraries that do not exist in the container are left out, because the loader would print an error about
@@ -208,8 +208,8 @@ def _remove_host_python(
     """Return new values for variables of Python, without the parts that belong to a Python of the host.
 
     The image's Python cannot load packages that were installed for another Python. So folders of installed
-    packages are removed from PYTHONPATH, and programs of a virtual environment are removed from PATH. An
-    empty new value means that the variable should be removed.
+    packages are removed from PYTHONPATH, and the program folder of a virtual environment is removed from
+    PATH. Other variables are not in the result. An empty new value means that the variable should be removed.
 
     Parameters
     ----------
@@ -218,10 +218,12 @@ def _remove_host_python(
     prefix : ``sys.prefix`` of the Python that runs the workers. Its own virtual environment stays.
     """
     values = {}
+    # The image may add folders of packages to PYTHONPATH itself, which its own Python can load.
     if "PYTHONPATH" in host_env:
         image_folders = image.get("PYTHONPATH", "").split(":")
-        values["PYTHONPATH"] = _without_packages(host_env["PYTHONPATH"], image_folders)
+        values["PYTHONPATH"] = _drop_package_folders(host_env["PYTHONPATH"], image_folders)
     removed_programs = []
+    # `_OF_PYTHON` contains variables such as VIRTUAL_ENV, whose value is the folder of a Python.
     for name in _OF_PYTHON:
         folder = host_env.get(name, "")
         if folder not in ("", prefix):  # the workers' own Python may be in a virtual environment, which stays
@@ -233,7 +235,7 @@ def _remove_host_python(
     return values
 
 
-def _without_packages(python_path: str, image_folders: Sequence[str]) -> str:
+def _drop_package_folders(python_path: str, image_folders: Sequence[str]) -> str:
     """Return a PYTHONPATH without folders of installed packages, except those of the image."""
     kept_folders = []
     for folder in python_path.split(":"):

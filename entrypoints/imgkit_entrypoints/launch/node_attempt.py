@@ -308,14 +308,14 @@ class NodeAttempt:
         if problem:
             self._log(f"warning: {problem}")
         if step is None:
-            self.code = self._node_code(command_code, received_signal, is_head_lost=is_head_lost)
+            self.code = self._choose_node_code(command_code, received_signal, is_head_lost=is_head_lost)
             return
         # A saved state counts as success, even if the program has failed afterwards.
         self._log(f"state saved at step {step}")
         self.saved_state = f"{job_id} {step}"
         self.code = EXIT_SAVED
 
-    def _node_code(self, command_code: int, received_signal: int | None, *, is_head_lost: bool) -> int:
+    def _choose_node_code(self, command_code: int, received_signal: int | None, *, is_head_lost: bool) -> int:
         """Return the exit code of this node, whose command has ended and has not saved its state.
 
         If the command has ended by itself, return its exit code, or 128 plus the signal that killed it, as a

@@ -191,13 +191,14 @@ class LaunchPlan:
             yield from (str(decision) for decision in self.decisions if decision.used)
             yield from messages.warnings
             return
+        # `hidden` contains the notes and warnings that only -v shows.
         yield f"{self._title()} (to see why: -v)"
         yield from (text for text in messages.notes if text not in messages.hidden)
         warnings = [text for text in messages.warnings if text not in messages.hidden]
         if len(warnings) <= MAX_WARNINGS:
             yield from (f"warning: {text}" for text in warnings)
             return
-        # The last line counts the warnings that are left out.
+        # The last line counts the warnings that are left out, and is itself one of the `MAX_WARNINGS` lines.
         shown = warnings[: MAX_WARNINGS - 1]
         yield from (f"warning: {text}" for text in shown)
         yield f"{len(warnings) - len(shown)} more warnings (to see them: -v)"
@@ -355,13 +356,13 @@ def decide_launch(
     mode = _choose_mode(request, placement)
     argv = tuple(worker)
     if mode == "direct":
-        variables |= _rank_variables(placement)
+        variables |= _make_rank_variables(placement)
     elif mode == "per-node":
         if placement.node_rank > 0:
             argv += request.worker_args
         unset += [name for name in per_node.RANK_VARIABLES if name in env]
     else:
-        argv = (*_torchrun_argv(torchrun, request, placement, host, nproc.value), *worker)
+        argv = (*_build_torchrun_argv(torchrun, request, placement, host, nproc.value), *worker)
         variables["IMGKIT_START"] = _choose_start_method(request, device.value, is_imgkits=is_imgkits)
     network_warnings = tuple(str(finding) for finding in network.warnings)
     # On one node, Gloo uses the loopback interface. Warnings about the cluster's network do not matter then.
@@ -381,7 +382,7 @@ def decide_launch(
         image=network.image,
         messages=StartMessages(
             warnings=(
-                *_unused_nproc(request, placement, nproc.value, env),
+                *_warn_of_unused_nproc(request, placement, nproc.value, env),
                 *_useless_spares(placement),
                 *network_warnings,
             ),
@@ -483,16 +484,16 @@ def _choose_device(
     _refuse_amd(host)
     if host.gpus:
         return Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
-    expected, source = _expected_gpus(system, env)
+    expected, source = _find_expected_gpus(system, env)
     # Without these errors, a forgotten --nv would silently start the ranks on the CPU.
     if expected:
-        raise _no_gpu_error(host, str(expected), f"{source} says {expected} per node")
+        raise _make_no_gpu_error(host, str(expected), f"{source} says {expected} per node")
     if request.device == "cuda":
-        raise _no_gpu_error(host, "N", "--device cuda asks for one")
+        raise _make_no_gpu_error(host, "N", "--device cuda asks for one")
     return Decision(variable="device", value="cpu", reason="no GPU is visible, and none is expected")
 
 
-def _no_gpu_error(host: HostFacts, number: str, reason: str) -> NoPlan:
+def _make_no_gpu_error(host: HostFacts, number: str, reason: str) -> NoPlan:
     """Return the error about a node on which a GPU is needed, but none is visible.
 
     Parameters
@@ -531,7 +532,7 @@ def _refuse_amd(host: HostFacts) -> None:
     )
 
 
-def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
+def _find_expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
     """Return the number of GPUs that this node must have, and the source of the number.
 
     The image's recipe takes precedence over the job's variables. If neither gives a number, return ``(0,
@@ -558,13 +559,14 @@ def _choose_nproc(
     ------
     NoPlan : several workers would share a GPU, or the number from a Kubernetes operator cannot be read.
     """
-    # The launcher has started every rank itself, without torchrun.
+    # The order is the precedence. `direct` is set if the launcher has started every rank itself, without
+    # torchrun. The number of workers can then no longer be changed.
     if placement.direct is not None:
         number, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
     elif request.nproc != "auto":
         number, reason = int(request.nproc), "--nproc"
     elif env.get(_PET_NPROC):
-        number, reason = _operators_nproc(env[_PET_NPROC], host)
+        number, reason = _read_operators_nproc(env[_PET_NPROC], host)
     elif device == "cuda":
         number, reason = host.gpus, "one per GPU"
     else:
@@ -578,8 +580,8 @@ def _choose_nproc(
     return Decision(variable="nproc", value=str(number), reason=reason)
 
 
-def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
-    """Return the number of processes that a Kubernetes operator requests, and its source.
+def _read_operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
+    """Return the number of processes (workers) that a Kubernetes operator requests, and its source.
 
     `text` is the value of `_PET_NPROC`. As for torchrun's ``--nproc-per-node``, it is a number, ``auto``,
     ``gpu`` or ``cpu``.
@@ -588,7 +590,8 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     ------
     NoPlan : `text` is none of these values, or stands for no process at all.
     """
-    # As in torchrun, "auto" means one process per GPU, or one per processor on a node without GPUs.
+    # As in torchrun, "auto" means one process per GPU, or one per processor on a node without GPUs. The order
+    # of the two conditions matters: on a node with GPUs, the first one must catch "auto".
     if text in ("auto", "gpu") and host.gpus:
         return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
     if text in ("auto", "cpu"):
@@ -604,7 +607,7 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     )
 
 
-def _unused_nproc(
+def _warn_of_unused_nproc(
     request: Request, placement: Placement, nproc: str, env: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Return a warning if the run does not use the number of processes that a Kubernetes operator requests.
@@ -633,10 +636,17 @@ def _choose_threads(
     """Choose OMP_NUM_THREADS, which is the number of CPU threads that each worker uses.
 
     It is the user's value, or else the processors of this node divided by the number of workers. Return None
-    if the image's recipe sets the variable: it is then part of the network's variables.
+    if the image's recipe sets the variable: `fabric.choose_fabric` then includes it in the plan's variables.
+
+    Parameters
+    ----------
+    nproc : number of workers on this node.
+    binding : the processors to which each worker is bound. Its `value` is empty if workers are not bound.
+    system : what the image's recipe says, or None if there is no recipe.
     """
     name = "OMP_NUM_THREADS"
     value = env.get(name)
+    # `env` contains the variables of the image as well. A value that equals the image's is not the user's.
     image_value = (host.image_env or {}).get(name)
     recipe_value = system.env.get(name) if system else None
     # The recipe sets the variable, and nobody has overridden it.
@@ -658,7 +668,7 @@ def _choose_threads(
     return Decision(variable=name, value=str(max(1, cpus)), reason=reason)
 
 
-def _rank_variables(placement: Placement) -> dict[str, str]:
+def _make_rank_variables(placement: Placement) -> dict[str, str]:
     """Return the variables that torchrun sets for a worker, such as RANK.
 
     They are for a worker that the launcher has started itself, without torchrun.
@@ -674,15 +684,25 @@ def _rank_variables(placement: Placement) -> dict[str, str]:
     }
 
 
-def _torchrun_argv(
+def _build_torchrun_argv(
     module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
-    """Return the argv of torchrun up to the worker's argv, which the caller appends."""
+    """Return the argv of torchrun up to the worker's argv, which the caller appends.
+
+    Values that are known only once an attempt (a start of the workers on all nodes) begins are markers, such
+    as `PORT_PENDING`. `fill_markers` replaces them.
+
+    Parameters
+    ----------
+    module : the Python module that runs torchrun.
+    nproc : number of workers on this node.
+    """
     # On one node, use the loopback address. A container without a network cannot resolve the host's name, and
     # torchrun would hang for ten minutes.
     head = placement.head if placement.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
-    # With spares, the number of nodes and the rank of this node may change from attempt to attempt.
+    # `size` is set in a run with spares, which are nodes that replace lost ones. There, the number of nodes
+    # and the rank of this node may change from attempt to attempt.
     if placement.size and placement.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
     options = {
@@ -695,13 +715,13 @@ def _torchrun_argv(
         "--master-addr": head,
         "--master-port": PORT_PENDING,
         "--nproc-per-node": nproc,
-        "--max-restarts": "0",
+        "--max-restarts": "0",  # the node agents start the workers again, on all nodes together
         "--monitor-interval": "0.1",  # seconds; torch 2.3 checks its workers only every 5 s by default
     }
     if is_torch_since(host.torch_version, _SHUTDOWN_SINCE):
         options["--shutdown-timeout"] = "3"
     options["--tee"] = "3" if request.prefix else "0"  # 3: both standard output and standard error
-    options["--log-dir"] = _torchrun_logs(request, placement, host)
+    options["--log-dir"] = _choose_torchrun_log_folder(request, placement, host)
     # With -I and --no-python, neither torchrun nor imgkit's programs import modules from the current folder
     # or from PYTHONPATH. Without -u, torchrun would hold the workers' lines back until its end if stdout is a
     # file.
@@ -712,7 +732,7 @@ def _torchrun_argv(
     return (*argv, "--no-python", "--")
 
 
-def _torchrun_logs(request: Request, placement: Placement, host: HostFacts) -> str:
+def _choose_torchrun_log_folder(request: Request, placement: Placement, host: HostFacts) -> str:
     """Return the folder for the output of each process, or the marker `LOGS_PENDING` if the user names none.
 
     `fill_markers` later replaces the marker with a folder inside the node's stop folder.

@@ -53,11 +53,13 @@ def main(argv: list[str]) -> None:
 
     `argv` is the command line of this module: its options, and then the program with its arguments.
     """
+    # All of this must be done before the program runs, because the program may fork, fail or hang at once.
     sys.excepthook = excepthook
     os.register_at_fork(after_in_child=_name_bad_samples)
     open_watchdog_files()
     _unblock_stop_signals()
     passes_local_rank = is_module = False
+    # The options come before the program. The program's own arguments are not read.
     while argv[0] in ("--pass-local-rank", "-m"):
         option = argv.pop(0)
         passes_local_rank |= option == "--pass-local-rank"
@@ -238,7 +240,7 @@ def find_unreachable(error: BaseException | None) -> str:
     """
     visited_errors = list[BaseException]()
     while error is not None and error not in visited_errors:  # errors can refer to each other in a circle
-        address = _connect_address(error)
+        address = _find_connect_address(error)
         if address:
             return address
         visited_errors.append(error)
@@ -246,7 +248,7 @@ def find_unreachable(error: BaseException | None) -> str:
     return ""
 
 
-def _connect_address(error: BaseException) -> str:
+def _find_connect_address(error: BaseException) -> str:
     """Return the ``HOST:PORT`` to which the innermost frames of `error` tried to connect, or ""."""
     address = ""
     if not isinstance(error, OSError):
@@ -271,7 +273,9 @@ def record_error(text: str, *, sample: object = None, address: str = "") -> bool
     sample : index of the sample of the data set that could not be read, or None.
     address : ``HOST:PORT`` to which the worker could not connect, or "".
     """
+    # The stop folder, in which the node agent and its workers exchange files.
     folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
+    # The node agent sets this variable. Without one, nobody would print the text later.
     has_agent = "IMGKIT_ATTEMPT" in os.environ
     if not has_agent or not folder or not rank.isdigit():
         return False
@@ -288,7 +292,7 @@ def record_error(text: str, *, sample: object = None, address: str = "") -> bool
             file.write(f"{time.time()}\n{text}".encode(errors="backslashreplace"))
         os.replace(temporary, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
     except OSError:
-        return False
+        return False  # the caller then prints the error itself
     print_to_log(text)
     return True
 
