@@ -118,14 +118,14 @@ class _RollCallHead:
         start = time.monotonic()
         self._wait_for_nodes(start)
         warnings = [*compare_software(self.placement, self.nodes), *self._test_network()]
-        port = self._torchrun_port()
+        port = self._choose_torchrun_port()
         # In a run with spares, some nodes may be missing, but torchrun allows no gaps in the ranks. So nodes
         # 0, 2 and 3, for example, get the numbers 0, 1 and 2.
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
         self.server.renumber(numbers)
         nodes = {number: self.nodes[rank] for rank, number in numbers.items()}
         self._send_starts(nodes)
-        self.roll_call.log(f"roll call: {self._present_count()} in {time.monotonic() - start:.1f} s")
+        self.roll_call.log(f"roll call: {self._count_present()} in {time.monotonic() - start:.1f} s")
         placement = self.placement.numbered(len(nodes), 0)
         # All nodes have just reached the head by this address, so the run uses it.
         if self.roll_call.all_reach_head and None not in self.probe_ports.values():
@@ -166,13 +166,13 @@ class _RollCallHead:
         deadline = start + self.roll_call.timeout_s
         while not self._can_start(deadline):
             if time.monotonic() >= deadline:
-                raise self._incomplete_error()
+                raise self._make_incomplete_error()
             reason = self.roll_call.stop_reason()
             if reason:
                 raise NoPlan(f"stopped during the roll call: {self._node_name(0)} got {reason}")
             if time.monotonic() - last_log >= PROGRESS_S:
                 last_log = time.monotonic()
-                self.roll_call.log(f"roll call: {self._present_count()}, waiting for {self._missing_nodes()}")
+                self.roll_call.log(f"roll call: {self._count_present()}, waiting for {self._name_missing()}")
             self._receive_requests()
 
     def _send_starts(self, nodes: Mapping[int, NodeInfo]) -> None:
@@ -222,12 +222,12 @@ class _RollCallHead:
             return False
         return time.monotonic() >= min(deadline, self._last_join + LAST_CALL_S)
 
-    def _incomplete_error(self) -> NoPlan:
+    def _make_incomplete_error(self) -> NoPlan:
         """Return the error about nodes that have not joined in time. It names these nodes."""
         reports = "".join(f"; {text}" for text in self.server.reports[:4])
         timeout_s = self.roll_call.timeout_s
         return NoPlan(
-            f"{self._missing_nodes()} did not join; {self._present_count()} after {timeout_s:g} s{reports}",
+            f"{self._name_missing()} did not join; {self._count_present()} after {timeout_s:g} s{reports}",
             where=f"roll call on {self.roll_call.node.host}:{self.roll_call.port}",
             hint="start this command once on every node of the job. If it was, read its output; check that "
             f"the node reaches {self.placement.head} (--head NAME, firewall). Late nodes: --rollcall-timeout",
@@ -304,7 +304,7 @@ class _RollCallHead:
                 hint="start this command once per node, each with its own node rank",
             )
 
-    def _torchrun_port(self) -> int:
+    def _choose_torchrun_port(self) -> int:
         """Return a free port for torchrun: the port that the user has named, or the next free one.
 
         Raises
@@ -326,18 +326,18 @@ class _RollCallHead:
         node = self.nodes.get(rank)
         return node_name(self.placement, rank, node.host if node else "")
 
-    def _missing_nodes(self) -> str:
+    def _name_missing(self) -> str:
         """Return the names of the missing nodes, such as ``nodes 1-2,5 of 8 (node[01-02,05])``.
 
         If the names are too long for a message, only the first nodes are named.
         """
         ranks = [rank for rank in range(self.placement.nnodes) if rank not in self.nodes]
-        names = self._node_names(ranks)
+        names = self._describe_nodes(ranks)
         if len(names) <= MAX_NAMES:
             return names
-        return f"{self._node_names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
+        return f"{self._describe_nodes(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
-    def _node_names(self, ranks: list[int]) -> str:
+    def _describe_nodes(self, ranks: list[int]) -> str:
         """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         if len(ranks) == 1:
             return self._node_name(ranks[0])
@@ -348,7 +348,7 @@ class _RollCallHead:
             return text
         return f"{text} ({hostlist.fold_hosts(hosts)})"
 
-    def _present_count(self) -> str:
+    def _count_present(self) -> str:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"
 
 

@@ -71,7 +71,7 @@ def join(roll_call: RollCall) -> MemberSession:
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise _no_answer_error(roll_call, reason)
+            raise _make_no_answer_error(roll_call, reason)
         roll_call.refuse_if_stopped()
         try:
             connection = Connection(socket.create_connection(address, timeout=min(CONNECT_S, left_s)))
@@ -112,7 +112,7 @@ def _request_start(roll_call: RollCall, connection: Connection, deadline: float)
     return member
 
 
-def _no_answer_error(roll_call: RollCall, reason: str) -> NoPlan:
+def _make_no_answer_error(roll_call: RollCall, reason: str) -> NoPlan:
     """Return the error about a head that has not answered in time.
 
     `reason` says why the last attempt to connect failed.

@@ -103,7 +103,7 @@ def open_port(address: str, interface: str) -> Iterator[OpenPort]:
     If `address` is empty or cannot be used, no port is opened. The `offer` of the result is then None, and
     the node takes no part in the test.
     """
-    listener = socket.socket(_family(address))
+    listener = socket.socket(_choose_family(address))
     listener.setblocking(False)
     offer = None
     with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ def open_port(address: str, interface: str) -> Iterator[OpenPort]:
         yield opened
 
 
-def _family(address: str) -> socket.AddressFamily:
+def _choose_family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -291,7 +291,7 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
     """
     size = arrived = segment = 0  # if `size` stays 0, the connection itself has failed
     try:
-        with socket.socket(_family(offer.address)) as sock:
+        with socket.socket(_choose_family(offer.address)) as sock:
             sock.settimeout(max(TICK_S, min(STEP_S, deadline - time.monotonic())))
             sock.connect((offer.address, offer.port))
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -308,7 +308,7 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
             target=target,
             size=size,
             arrived=arrived,
-            packet=min(size, segment) + _headers_bytes(offer.address),
+            packet=min(size, segment) + _count_header_bytes(offer.address),
             reason=reason,
         )
     return None
@@ -339,7 +339,7 @@ def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
         time.sleep(TICK_S)
 
 
-def _headers_bytes(address: str) -> int:
+def _count_header_bytes(address: str) -> int:
     """Return the size in bytes of the IP and TCP headers, including the TCP time stamps that Linux adds."""
     return 72 if ":" in address else 52
 
@@ -363,13 +363,13 @@ def network_error(
     sender_offer, offer = offers[sender], offers[failure.target]
     assert sender_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
     sender_name, target_name = name(sender), name(failure.target)
-    hint = _firewall_hint(sender_offer, offer, target_name)
+    hint = _make_firewall_hint(sender_offer, offer, target_name)
     if failure.size > SIZES[0]:  # a smaller burst has arrived, so large packets are lost
         problem = (
             f"{sender_name} cannot send {failure.size} B at once to {target_name}: {failure.arrived} B "
             f"arrive, {failure.size} B do not"
         )
-        hint = _mtu_hint(failure, offer)
+        hint = _make_mtu_hint(failure, offer)
     elif failure.size:
         problem = (
             f"{sender_name} connects to {target_name}, but port {offer.port} gets no data: {failure.reason}"
@@ -385,9 +385,9 @@ def network_error(
     )
 
 
-def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
+def _make_mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
     """Return the hint for a network that loses large packets."""
-    headers = _headers_bytes(offer.address)
+    headers = _count_header_bytes(offer.address)
     # The headers of ping are smaller: ICMP has 8 bytes, and TCP has 32. So the payload of ping has 24 bytes
     # more.
     payload = failure.packet - headers + 24
@@ -399,7 +399,7 @@ def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
     )
 
 
-def _firewall_hint(sender: ProbePort, target: ProbePort, target_name: str) -> str:
+def _make_firewall_hint(sender: ProbePort, target: ProbePort, target_name: str) -> str:
     """Return the hint for a node to which another node cannot connect."""
     if sender.address == target.address:
         return (

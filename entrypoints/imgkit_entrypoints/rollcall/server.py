@@ -112,7 +112,7 @@ class Server:
         for key, _ in self._selector.select(seconds):
             peer: HeadConnection | None = key.data
             if peer is None:  # the listener
-                self._accept(MAX_STRANGERS + missing)
+                self._accept_strangers(MAX_STRANGERS + missing)
             elif peer in self._strangers:
                 self._read_stranger(peer)
             elif peer.rank is not None:
@@ -217,7 +217,7 @@ class Server:
         self._selector.unregister(peer)
         peer.close()
 
-    def _accept(self, max_strangers: int) -> None:
+    def _accept_strangers(self, max_strangers: int) -> None:
         """Accept the connections in the kernel's queue as strangers, which may not belong to the run.
 
         If there are more than `max_strangers`, the oldest is closed. Otherwise a flood of connections could
@@ -264,7 +264,7 @@ class Server:
             if self._secret is not None and peer.handshake is None:
                 self._answer_handshake(peer, line, self._secret)
                 continue
-            request = self._read_request(peer, line)
+            request = self._read_or_refuse_request(peer, line)
             if request is not None:
                 # Stop reading here. Later messages stay in the socket until the caller has added the node.
                 del self._strangers[peer]
@@ -301,7 +301,7 @@ class Server:
         else:
             peer.error = FOREIGN
 
-    def _read_request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
+    def _read_or_refuse_request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
         """Return the request to join in a line. If there is none, refuse the peer or set its error.
 
         Without a secret, the request is the first line. With a secret, it follows the head's answer to the
