@@ -177,6 +177,7 @@ class NodeAgent:
         this class). Finally, all processes and connections are closed, even if an error was raised.
         """
         failure_lines: tuple[str, ...] = ()
+        # `_close` in `finally` is needed in any case: without it, processes of the command would be left.
         try:
             state: State | None = self._meet_nodes(stop_folder, folders)
             while state:
@@ -393,18 +394,19 @@ class NodeAgent:
     def _wait_for_attempt(self) -> AttemptStart | None:
         """Wait until the head orders an attempt, and return the order.
 
-        An attempt is one start of the command on all nodes, and only the head (node 0) decides about it.
-        Return None if this node should leave instead: the head has ended the run or is lost, the user has
-        sent a second stop signal, or the other nodes take too long to stop.
+        An attempt is one start of the command on all nodes, and only the head (node 0) decides about it. A
+        spare (a node that may replace a lost one) waits here during whole attempts. Return None if this node
+        should leave instead: the head has ended the run or is lost, the user has sent a second stop signal,
+        or the other nodes take too long to stop.
         """
         orders = self._orders
         report_at = math.inf  # time of the message that the head's command still runs
         if self._has_ended_first():
             report_at = time.monotonic() + ALONE_S
-        self._waiting_deadline = Deadline()
+        self._waiting_deadline = Deadline()  # no time limit, unless a stop was requested
         if self.stop:
             self._limit_waiting()
-        self._handle_events()
+        self._handle_events()  # this stores orders of the head in `orders`, and may set `stop`
         while orders.next_attempt is None:
             is_run_over = orders.run_code is not None or orders.is_head_lost
             if is_run_over or self._signals.is_repeated:
@@ -444,11 +446,13 @@ class NodeAgent:
         attempt = self._attempt = NodeAttempt(self.context, order, node_rank)
         if self.stop:  # the stop request arrived before this node received the order
             attempt.request_stop(self.stop.reason)
+        # This removes the notes of the previous attempt, so it must come before the start of the workers.
         first_attempt_s = self._step_timer.start_attempt(self.context.stop_folder)
         if order.attempt <= self._orders.cancelled_attempt:
             return self._report_end
         start_up = self._start_up
-        # The steps before torchrun, such as the roll call, happen only once. A later attempt begins now.
+        # `start_up` measures the parts of the start for the workers. The steps before torchrun, such as the
+        # roll call, happen only once, so the start of a later attempt is measured from now.
         if order.attempt > 1:
             start_up = StartUp(time.monotonic())
         attempt.start(start_up.variables(first_attempt_s))
@@ -469,6 +473,8 @@ class NodeAgent:
         """Watch the command until it ends, or until it must be stopped. Return the next state."""
         attempt = self._get_attempt()
         while self._supervise_tick(attempt):
+            # A lost head, a failure on another node or a stalled start sets the deadline, without a stop
+            # request.
             if self.stop or attempt.deadline.is_set:
                 return self._stop
         return self._report_end
@@ -536,7 +542,7 @@ class NodeAgent:
         if has_run:
             self._finish_attempt(attempt)
         self._step_timer.end_attempt(self.context.stop_folder)
-        self.session.positions = None
+        self.session.positions = None  # heartbeats must no longer contain the positions of ended workers
         # The other nodes must not take the head for lost while it runs this function.
         if has_run and attempt.code in GOOD and self.config.is_head and self.config.on_success:
             self._run_while_connected(self.config.on_success)
@@ -572,7 +578,8 @@ class NodeAgent:
         """Return the lines about a failed run that are printed last, so that the user sees them first.
 
         The head (the node with rank 0) describes the failure that came first on any node. Every other node
-        prints one line about its own worker. With `of_previous`, the lines are about the previous attempt.
+        prints one line about its own worker. Return () if no failure is known. With `of_previous`, the lines
+        are about the previous attempt.
         """
         attempt, memory = self._attempt, self.config.command.memory
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
@@ -599,6 +606,7 @@ class NodeAgent:
             return self._orders.run_code
         if self._orders.is_head_lost:
             return EXIT_TOOL_FAILED
+        # No attempt means that this node has run no command, for example because it is a spare.
         node_code = self._attempt.code if self._attempt else EXIT_NO
         # A program that gets a signal saves and ends. The job must then be requeued, so the code for a saved
         # state (85) takes precedence over the code of the signal.
@@ -665,7 +673,7 @@ class NodeAgent:
         """
         for event in self.session.poll():
             self._handle_event(event)
-        self._handle_signals()
+        self._handle_signals()  # this and the stop file may set `stop`, which `check` below gets
         # The request stays in the folder. It is new only if it takes precedence over the current one.
         request = self._files.stop_request()
         if request and request.takes_precedence(self.stop):

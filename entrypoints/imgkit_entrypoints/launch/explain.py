@@ -207,6 +207,8 @@ def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -
     """
     explanations: list[Explanation] = []
     for entry in KNOWN:
+        # Entries for consequences, such as a closed connection, come last in `KNOWN`. They say nothing new if
+        # the cause is known or was explained by an entry before.
         if entry.is_consequence and (has_cause or explanations):
             continue
         match = re.search(entry.pattern, text)

@@ -168,7 +168,7 @@ class NodeAttempt:
         self._start_watch: StartWatch | None = None
         if isinstance(node.session, HeadSession):
             self._start_watch = StartWatch(node.session, timeouts.rollcall_s)
-        node.session.phase = STARTING
+        node.session.phase = STARTING  # heartbeats tell the head this phase
 
     def start(self, start_up_variables: Mapping[str, str]) -> None:
         """Start the command below a guard, the process that ends what the command leaves running.
@@ -271,6 +271,7 @@ class NodeAttempt:
         On the head, also end a start of the run that takes too long.
         """
         session = self._node.session
+        # The next heartbeat to the head contains these two.
         session.positions = self._watchdog.positions
         session.phase = self._find_phase()
         if self._start_watch and not self.stall_reason:  # only the head has a watch, and it ends a start once
@@ -323,11 +324,12 @@ class NodeAttempt:
         then stands for the reason: the head is lost, the start took too long, or the node agent has received
         a signal.
         """
+        # The order matters. A command that has ended with 0 has done its part, even if it was told to end.
         if command_code == 0:
             return 0
         if is_head_lost or self.stall_reason:
             return EXIT_TOOL_FAILED
-        if self.deadline.is_forced:
+        if self.deadline.is_forced:  # the node agent has sent a signal that leaves no time to save
             return EXIT_NO if received_signal is None else 128 + received_signal
         if command_code > 0:
             return command_code
@@ -368,7 +370,8 @@ class NodeAttempt:
             if not failure.lines:
                 return  # a rank without a traceback was usually killed, and the final message explains that
             is_only_node = self._node.session.placement.nnodes == 1
-            # On several nodes, the head explains a failure that is only a consequence of another rank's end.
+            # `after_peer`: the error only says that another rank is gone. On several nodes, the head explains
+            # it (`failures.describe_run_failure`), so it counts here as if the cause were known.
             has_cause = not (failure.after_peer and is_only_node)
         output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
         memory = self._node.config.command.memory

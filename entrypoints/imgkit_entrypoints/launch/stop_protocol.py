@@ -87,6 +87,7 @@ def use_stop_folder(parent: str, node_rank: int) -> Iterator[Path]:
                 files.make_own_folder(path)
             else:
                 path = _temporary_folder()
+                # The own folder is locked first, so that another start does not take it for an abandoned one.
                 stack.enter_context(locked_folder(path))
                 _remove_abandoned(path.parent)
             clear_stop_folder(path)
@@ -153,6 +154,7 @@ def _remove_abandoned(parent: Path) -> None:
                 age_s = time.time() - os.fstat(lock.fileno()).st_mtime
         except OSError:  # in use, another user's folder, or a folder of an imgkit without locks
             continue
+        # Another start creates its folder before it locks it, so a new folder without a lock may be in use.
         if age_s > NEW_S and not files.is_foreign_folder(path):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -362,6 +364,7 @@ class RunFolder:
         ------
         OSError : the request cannot be written.
         """
+        # This file belongs to a person, whose request takes precedence over the requeue.
         file = self.stop_file()
         if file:
             self.log(f"state saved ({state}), not requeued: {file} prevents the run from starting")
@@ -369,6 +372,8 @@ class RunFolder:
         if state == self._last_requeued_state():
             self.log(f"state saved ({state}) where it was at the last start: not requeued")
             return EXIT_SAVED
+        # `REQUEUE` comes last, because the job script acts on it. If it came first and the second write
+        # failed, a run without progress could be requeued again and again.
         self.write(REQUEUED, f"{state}\n")
         self.write(REQUEUE, "")
         return EXIT_SAVED
@@ -428,6 +433,7 @@ class CollectedSignals:
         A second TERM or INT means that the user wants the run to end immediately. Two signals in quick
         succession count as one, because launchers forward signals that the process also gets directly.
         """
+        # A signal handler runs between any two instructions of the program, so it only stores what happened.
         now = time.monotonic()
         previous_at = self._received_at.get(number)
         self._received_at[number] = now
