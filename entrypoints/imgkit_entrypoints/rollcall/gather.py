@@ -109,20 +109,22 @@ class _RollCallHead:
         self._last_beat = self._last_join = time.monotonic()
 
     def start_run(self) -> HeadSession:
-        """Wait for all nodes, compare them, and start the run on all of them.
+        """Wait for all nodes, compare them, and start the run on all of them. Return the head's session.
 
         Raises
         ------
         NoPlan : see `meet_nodes`.
         """
         start = time.monotonic()
+        # All checks come before `_send_starts`. Until then, an error reaches all nodes as a refusal
+        # (`meet_nodes`).
         self._wait_for_nodes(start)
         warnings = [*compare_software(self.placement, self.nodes), *self._test_network()]
         port = self._choose_torchrun_port()
         # In a run with spares, some nodes may be missing, but torchrun allows no gaps in the ranks. So nodes
         # 0, 2 and 3, for example, get the numbers 0, 1 and 2.
         numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
-        self.server.renumber(numbers)
+        self.server.renumber(numbers)  # before `_send_starts`, which uses the new numbers
         nodes = {number: self.nodes[rank] for rank, number in numbers.items()}
         self._send_starts(nodes)
         self.roll_call.log(f"roll call: {self._count_present()} in {time.monotonic() - start:.1f} s")
@@ -369,7 +371,9 @@ def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> messages.
 def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tuple[str, ...]:
     """Raise an error if the nodes run different software, and return warnings about other differences.
 
-    torchrun supports different GPUs and different numbers of workers, so these only lead to warnings.
+    torchrun supports different GPUs and different numbers of workers, so these only lead to warnings. Return
+    () if there are no differences. `nodes` contains the description that each node has sent when it joined,
+    by rank.
 
     Raises
     ------
@@ -382,13 +386,15 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     nccl = _find_difference("NCCL", named_nodes, lambda node: node.software.nccl)
     workers = _find_difference("workers per node", named_nodes, lambda node: str(node.nproc))
     gpu = _find_difference("GPU", named_nodes, lambda node: node.gpu)
-    # Different images, or different versions of torch or NCCL, need not work together.
+    # Each result is a text for the user, or "" if all nodes have the same value. Different images, or
+    # different versions of torch or NCCL, need not work together.
     software = [difference for difference in (image, torch, nccl) if difference]
     if software:
         raise NoPlan(
             f"the nodes do not run the same software: {'; '.join(software)}",
             hint="start the same .sif on every node; compare: sha256sum IMAGE.sif, dist-env --json",
         )
+    # `size` is set in a run with spares, which are nodes that replace lost ones.
     if workers and placement.size is not None:
         raise NoPlan(
             f"the nodes differ in {workers}: an attempt without one of them would have another batch",
@@ -408,7 +414,7 @@ def _find_difference(
     Parameters
     ----------
     label : name of the value in the text.
-    named_nodes : the nodes by name.
+    named_nodes : the nodes by name, in the order of their ranks.
     read_value : returns the value of one node.
     """
     names_by_value: dict[str, list[str]] = {}

@@ -119,6 +119,7 @@ def open_port(address: str, interface: str) -> Iterator[OpenPort]:
 
 
 def _choose_family(address: str) -> socket.AddressFamily:
+    """Return the family of an IPv6 or IPv4 address. An empty address counts as IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -143,7 +144,7 @@ def probe_all(
     all_reach_head : True if every node must test the head as well, and must report the result.
     """
     results = _ProbeResults(_choose_targets(offers, all_reach_head=all_reach_head))
-    max_callers = PARTNERS
+    max_callers = PARTNERS  # largest number of nodes that test the head; more connections come from strangers
     if all_reach_head and offers.get(HEAD):
         max_callers += len(results.waiting)
     for rank in results.waiting:
@@ -228,9 +229,15 @@ def _choose_targets(
     """Return the ports that each node tests, such as ``{0: {1: the port of node 1, ...}, ...}``.
 
     Nodes that have opened no port take no part.
+
+    Parameters
+    ----------
+    offers : the ports that the nodes have opened for the test, by node rank. None for a node without a port.
+    all_reach_head : True if every node must test the head (the node with rank 0) as well.
     """
+    # The order decides which nodes are neighbors. It must be that of the ranks, and not of the arrival.
     ports_by_rank = {rank: offer for rank, offer in sorted(offers.items()) if offer}
-    ranks = tuple(ports_by_rank)
+    ranks = tuple(ports_by_rank)  # without gaps, so that a node that takes no part is nobody's partner
     targets = {}
     for position, rank in enumerate(ranks):
         targets[rank] = {partner: ports_by_rank[partner] for partner in choose_partners(position, ranks)}
@@ -266,6 +273,7 @@ def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
     ----------
     targets : the ports to test, by the ranks of their nodes.
     """
+    # The threads append to this list. No lock is needed, since `append` is atomic.
     failures: list[ProbeFailure] = []
     deadline = time.monotonic() + LIMIT_S
 
@@ -288,13 +296,21 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
     Return the failure, or None if all bursts have arrived. A burst is a number of bytes that is sent at once.
     The next burst is sent after the previous one has arrived. If only large bursts fail, the network drops
     large packets.
+
+    Parameters
+    ----------
+    target : node rank of the tested node.
+    offer : the port that the tested node has opened.
+    deadline : end of all tests of this node, on the monotonic clock.
     """
-    size = arrived = segment = 0  # if `size` stays 0, the connection itself has failed
+    # After an error, these are the burst that failed, the last one that arrived, and the largest segment of
+    # TCP, all in bytes. If `size` stays 0, the connection itself has failed.
+    size = arrived = segment = 0
     try:
         with socket.socket(_choose_family(offer.address)) as sock:
             sock.settimeout(max(TICK_S, min(STEP_S, deadline - time.monotonic())))
             sock.connect((offer.address, offer.port))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send each burst at once
             segment = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             for size in SIZES:
                 sock.sendall(bytes(size))
@@ -304,6 +320,7 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
         reason = error.strerror or str(error)
         if isinstance(error, TimeoutError):
             reason = f"no answer within {STEP_S:g} s"
+        # A packet carries at most one segment, so `packet` is the size of the largest packet that failed.
         return ProbeFailure(
             target=target,
             size=size,
@@ -356,13 +373,14 @@ def network_error(
     ----------
     failures : the failed tests. The message describes one of them and counts the others.
     offers : the ports of the nodes, by node rank.
-    name : returns the name of a node for messages.
+    name : returns the name of a node for messages, given its rank.
     """
     # Describe the smallest burst that failed. If there are several, describe the first pair of nodes.
     sender, failure = min(failures, key=lambda pair: (pair.failure.size, pair.sender, pair.failure.target))
     sender_offer, offer = offers[sender], offers[failure.target]
     assert sender_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
     sender_name, target_name = name(sender), name(failure.target)
+    # This hint also applies if the connection works but the smallest burst does not arrive.
     hint = _make_firewall_hint(sender_offer, offer, target_name)
     if failure.size > SIZES[0]:  # a smaller burst has arrived, so large packets are lost
         problem = (
@@ -370,11 +388,11 @@ def network_error(
             f"arrive, {failure.size} B do not"
         )
         hint = _make_mtu_hint(failure, offer)
-    elif failure.size:
+    elif failure.size:  # the smallest burst has failed, so the size of the packets is not the cause
         problem = (
             f"{sender_name} connects to {target_name}, but port {offer.port} gets no data: {failure.reason}"
         )
-    else:
+    else:  # size 0: there was no connection
         problem = f"{sender_name} cannot connect to {target_name} on port {offer.port}: {failure.reason}"
     if len(failures) > 1:
         problem += f" (other failing pairs of nodes: {len(failures) - 1})"

@@ -110,12 +110,15 @@ class Server:
         """
         received: list[tuple[int, Message]] = []
         for key, _ in self._selector.select(seconds):
+            # `data` is None for the listener, and otherwise the connection. A peer is in `_strangers`, or has
+            # joined as a node and so has a rank.
             peer: HeadConnection | None = key.data
             if peer is None:  # the listener
                 self._accept_strangers(MAX_STRANGERS + missing)
             elif peer in self._strangers:
                 self._read_stranger(peer)
             elif peer.rank is not None:
+                # Read before the error is checked: the last messages of a lost node still count.
                 received += [(peer.rank, message) for message in peer.receive()]
                 if peer.error:
                     self._close_lost_node(peer, peer.error)
@@ -161,7 +164,11 @@ class Server:
         self._send_refusal(peer, refusal)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Give each node a new rank. `ranks` contains the new ranks by the old ones."""
+        """Give each node a new rank. `ranks` contains the new ranks by the old ones.
+
+        The head calls this once, after the roll call. If some nodes are missing, their ranks are gaps, which
+        the new ranks do not have.
+        """
         self._nodes = {ranks[rank]: peer for rank, peer in self._nodes.items()}
         self.lost = {ranks[rank]: reason for rank, reason in self.lost.items()}
         for rank, peer in self._nodes.items():
@@ -304,6 +311,9 @@ class Server:
     def _read_or_refuse_request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
         """Return the request to join in a line. If there is none, refuse the peer or set its error.
 
+        In both cases, return None. A refused peer learns the reason. The caller closes a peer with an error,
+        which gets no answer, because it may be a stranger.
+
         Without a secret, the request is the first line. With a secret, it follows the head's answer to the
         handshake, and is signed with the secret.
         """
@@ -312,9 +322,11 @@ class Server:
             self._send_refusal(peer, Refused(what="this node has a secret, and the head starts without one"))
             return None
         request = None
+        # `verify` returns None if the signature is wrong. Nothing of such a line may be used.
         unsigned_line = handshake.verify(line) if handshake else line
         if unsigned_line is not None:
             request = peer.decode(unsigned_line)
+        # The signature covers the rank of the handshake, so a node must not ask for another rank.
         if not isinstance(request, JoinRequest) or (handshake and handshake.node_rank != request.node_rank):
             peer.error = FOREIGN
             return None
