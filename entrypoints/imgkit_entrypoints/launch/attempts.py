@@ -119,12 +119,12 @@ class Attempts:
         self._ranks: Mapping[int, int] = {}
         """Node ranks in the current attempt, by node number."""
         self._started_at = 0.0
-        self._failures: list[FailedAttempt] = []
+        self._failed_attempts: list[FailedAttempt] = []
         self._failure: FailedAttempt | None = None
         """The first failure of the current attempt, or None if nothing has failed."""
         self._is_cancelled = False
         """True once the head has told all nodes to end the current attempt."""
-        self._excluded: set[int] = set()
+        self._excluded_nodes: set[int] = set()
         """Numbers of the nodes that the preflight has excluded because they are slow or broken."""
         self._logged_losses: set[int] = set()
         self._is_over = False
@@ -144,8 +144,8 @@ class Attempts:
         ------
         NoPlan : no port is free.
         """
-        self._excluded |= set(excluded)
-        alive = [number for number in self._session.alive if number not in self._excluded]
+        self._excluded_nodes |= set(excluded)
+        alive = [number for number in self._session.alive if number not in self._excluded_nodes]
         reason = self._find_end_reason(len(alive))
         if reason:
             # Without a failure, nodes were lost or excluded before the first attempt.
@@ -173,10 +173,10 @@ class Attempts:
         """
         if nodes < self._size.training:
             return f"{count_text(nodes, 'node')} left, and the run needs {self._size.training}"
-        reason = end_reason(self._failures, self._max_failures)
+        reason = end_reason(self._failed_attempts, self._max_failures)
         if not reason:
             return ""
-        last_causes = [failure.cause for failure in self._failures[-2:]]
+        last_causes = [failure.cause for failure in self._failed_attempts[-2:]]
         return f"{reason} ({'; before that: '.join(reversed(last_causes))})"
 
     def check(self, *, stopped: bool) -> None:
@@ -292,7 +292,7 @@ class Attempts:
         positions = [failure.position]
         positions += [self._session.reports[number].position for number in results.codes]
         furthest = max((position for position in positions if position is not None), default=None)
-        self._failures.append(dataclasses.replace(failure, cause=cause, position=furthest))
+        self._failed_attempts.append(dataclasses.replace(failure, cause=cause, position=furthest))
         if stopped:
             self._end_run("a stop was requested", self._choose_stopped_code(failure, results))
         else:

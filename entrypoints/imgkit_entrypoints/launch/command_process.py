@@ -207,7 +207,7 @@ class _Copier(threading.Thread):
         self._chunks: deque[bytes] = deque()
         self._size = 0
         self._has_warned = has_warned
-        self._in_line = self._is_hidden = False
+        self._is_inside_line = self._is_hidden = False
 
     def run(self) -> None:
         """Copy the command's error output until every process has closed its end of the pipe.
@@ -220,7 +220,7 @@ class _Copier(threading.Thread):
             if not data:
                 return
             self._keep(data)
-            visible = b"".join(self._visible_lines(data))
+            visible = b"".join(self._filter_visible_lines(data))
             try:
                 # A write may accept only a part of the data, for example if a pipe is full. Descriptor 2 is
                 # standard error.
@@ -240,13 +240,13 @@ class _Copier(threading.Thread):
         """Return the last `TAIL_BYTES` of the output."""
         return b"".join(tuple(self._chunks))[-TAIL_BYTES:]
 
-    def _visible_lines(self, data: bytes) -> Iterator[bytes]:
+    def _filter_visible_lines(self, data: bytes) -> Iterator[bytes]:
         """Yield the lines, or parts of lines, in `data` that the user should see.
 
         Lines that are only for the log are skipped, such as a traceback that the node agent prints later.
         """
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
-            if self._in_line:
+            if self._is_inside_line:
                 pass  # the first part of this line was in earlier data, and has set `_is_hidden`
             elif _NO_HOST_NAME in line:  # only the first such line is shown
                 self._is_hidden = self._has_warned
@@ -257,7 +257,7 @@ class _Copier(threading.Thread):
                 self._is_hidden = _LOG_ONLY.match(line) is not None
             if not self._is_hidden:
                 yield line
-            self._in_line = not line.endswith(b"\n")
+            self._is_inside_line = not line.endswith(b"\n")
 
 
 END_STEP_S = 5.0

@@ -137,7 +137,7 @@ class NodeAttempt:
         in which the workers and the node agent exchange files.
         """
         timeouts = node.config.timeouts
-        self._node, self._order, self._node_rank = node, order, node_rank
+        self._node_context, self._order, self._node_rank = node, order, node_rank
         self._log = node.config.log
         self.began_at = time.time()
         """Start of the attempt in seconds of the epoch."""
@@ -178,7 +178,7 @@ class NodeAttempt:
         start_up_variables : variables that tell the workers how long each part of the start took
             (start_up.py).
         """
-        node, command = self._node, self._node.config.command
+        node, command = self._node_context, self._node_context.config.command
         env = {**node.env, "IMGKIT_ATTEMPT": str(self._order.attempt), **start_up_variables}
         if command.is_per_node:
             argv, variables = self._fill_placeholders()
@@ -201,7 +201,7 @@ class NodeAttempt:
         The user writes placeholders such as ``{node_rank}`` in the command. If the user has not set
         RAY_TMPDIR, create a folder for it, so that two attempts do not share Ray's files.
         """
-        node, command = self._node, self._node.config.command
+        node, command = self._node_context, self._node_context.config.command
         run_dir = command.env.get("IMGKIT_RUN_DIR", "")
         values = per_node.placeholder_values(self._order, self._node_rank, node.config.node.nproc, run_dir)
         variables = per_node.placeholder_variables(values)
@@ -222,10 +222,10 @@ class NodeAttempt:
 
         A program that torchrun has started finds the request as a file in its stop folder.
         """
-        config = self._node.config
+        config = self._node_context.config
         grace_s = config.timeouts.grace_s
         self._is_asked_to_stop = True
-        stop_protocol.write_stop_file(self._node.stop_folder, reason)
+        stop_protocol.write_stop_file(self._node_context.stop_folder, reason)
         self._log(f"{reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         if config.command.is_per_node:
             # The user's own command does not read the stop file, so it gets the request as TERM. That is the
@@ -270,7 +270,7 @@ class NodeAttempt:
 
         On the head, also end a start of the run that takes too long.
         """
-        session = self._node.session
+        session = self._node_context.session
         # The next heartbeat to the head contains these two.
         session.positions = self._watchdog.positions
         session.phase = self._find_phase()
@@ -285,10 +285,10 @@ class NodeAttempt:
 
     def _find_phase(self) -> str:
         """Return the phase that this node's torchrun has reached. It is one of `messages.PHASES`."""
-        if self._node.session.phase not in (WORKERS, CONNECTING):
-            return start_up.read_phase(self._node.stop_folder)
+        if self._node_context.session.phase not in (WORKERS, CONNECTING):
+            return start_up.read_phase(self._node_context.stop_folder)
         # Once the workers run, torchrun writes no further phase. The watchdog sees whether they connect.
-        if self._watchdog.are_all_connecting(self._node.config.node.nproc):
+        if self._watchdog.are_all_connecting(self._node_context.config.node.nproc):
             return CONNECTING
         return WORKERS
 
@@ -304,8 +304,8 @@ class NodeAttempt:
         """
         command_code = self._running_command.wait()
         self.is_running = False
-        job_id = self._node.config.job_id
-        step, problem = stop_protocol.read_saved_step(self._node.stop_folder, job_id)
+        job_id = self._node_context.config.job_id
+        step, problem = stop_protocol.read_saved_step(self._node_context.stop_folder, job_id)
         if problem:
             self._log(f"warning: {problem}")
         if step is None:
@@ -336,7 +336,7 @@ class NodeAttempt:
         if command_code == -signal.SIGKILL:
             self._log(
                 "the program was killed (SIGKILL), often by the kernel because memory ran out: "
-                f"{explain.memory_remedy(self._node.config.command.memory)}"
+                f"{explain.memory_remedy(self._node_context.config.command.memory)}"
             )
         # The code of a killed command is the negative signal: -9 becomes 137.
         return 128 - command_code
@@ -355,7 +355,7 @@ class NodeAttempt:
         # explanation.
         if not self._is_asked_to_stop and not self.deadline.has_begun:
             self._log_explanations(self.failure)
-        dumps = nccl.recorder_dumps(self._node.env, self.began_at)
+        dumps = nccl.recorder_dumps(self._node_context.env, self.began_at)
         if dumps:
             self._log(dumps)
 
@@ -369,12 +369,12 @@ class NodeAttempt:
         if failure is not None and failure.rank is not None:  # None: torchrun or the user's command failed
             if not failure.lines:
                 return  # a rank without a traceback was usually killed, and the final message explains that
-            is_only_node = self._node.session.placement.nnodes == 1
+            is_only_node = self._node_context.session.placement.nnodes == 1
             # `after_peer`: the error only says that another rank is gone. On several nodes, the head explains
             # it (`failures.describe_run_failure`), so it counts here as if the cause were known.
             has_cause = not (failure.after_peer and is_only_node)
         output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
-        memory = self._node.config.command.memory
+        memory = self._node_context.config.command.memory
         for explanation in explain.find_explanations(output, memory=memory, has_cause=has_cause):
             self._log(*explanation.lines)
 
@@ -384,21 +384,21 @@ class NodeAttempt:
         Return None if nothing has failed by itself. A command that the node agent has ended did not fail.
         """
         command = self._running_command
-        if self._node.config.command.is_per_node:
+        if self._node_context.config.command.is_per_node:
             if self.deadline.has_begun:
                 return None
             return failures.command_failure(command.code or 0, command.output_tail())
         killed_by = 0
         if command.code is not None and not self.deadline.is_forced:
             killed_by = max(0, -command.code)  # -9 if SIGKILL has ended torchrun
-        return failures.find_node_failure(self._node.stop_folder, killed_by)
+        return failures.find_node_failure(self._node_context.stop_folder, killed_by)
 
     def _write_log(self) -> str:
         """Write the end of the command's error output into a log file for this node.
 
         Return its path, or "" if no log can be written.
         """
-        node = self._node
+        node = self._node_context
         name = plan.host_label(node.config.node.host)
         if node.session.host_index > 0:  # a second node agent on the same host
             name += f"-{node.session.host_index + 1}"

@@ -122,7 +122,7 @@ _GPU_VARIABLES = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
 MAX_WARNINGS = 2
 """Largest number of lines about warnings at the start."""
 # Largest width of the column of values in a dry run. A longer value pushes its source to the right.
-_WIDEST = 24
+_MAX_VALUE_WIDTH = 24
 # Kubeflow's operators pass the number of processes in this variable. The plan uses its value, and removes the
 # variable from the workers' environment, since torchrun would read it as well.
 _PET_NPROC = "PET_NPROC_PER_NODE"
@@ -217,7 +217,7 @@ class LaunchPlan:
         """Yield the lines of ``--dry-run``: each value with its source, the warnings, and the command."""
         rows = [*self._placement_rows(), *self._decision_rows(), *self._variable_rows()]
         name_width = max(len(row.name) for row in rows)
-        value_width = min(_WIDEST, max(len(row.value) for row in rows))
+        value_width = min(_MAX_VALUE_WIDTH, max(len(row.value) for row in rows))
         for row in rows:
             yield f"{row.name:{name_width}}  {row.value:{value_width}}  {row.source}".rstrip()
         yield from (f"note: {text}" for text in self.messages.notes)
@@ -228,7 +228,7 @@ class LaunchPlan:
         """Yield the rows of a dry run about the nodes, and about how the workers start on them."""
         yield _DryRunRow("scheduler", self.placement.scheduler)
         defaults = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
-        values = _placement_dict(self.placement)
+        values = _make_placement_dict(self.placement)
         for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
             value = ",".join(values["hosts"]) if name == "hosts" else str(values[name])
             # A value without a source is a default.
@@ -270,7 +270,7 @@ class LaunchPlan:
             "schema": SCHEMA,
             "scheduler": self.placement.scheduler,
             "source": dict(self.placement.source),
-            "placement": _placement_dict(self.placement),
+            "placement": _make_placement_dict(self.placement),
             "max_failures": self.max_failures,
             "nproc": self.nproc,
             "mode": self.mode,
@@ -294,7 +294,7 @@ class _DryRunRow(NamedTuple):
     """Where the value comes from, such as ``SLURM_NNODES``, or its reason."""
 
 
-def _placement_dict(placement: Placement) -> dict[str, Any]:
+def _make_placement_dict(placement: Placement) -> dict[str, Any]:
     """Return the nodes of the run, as a part of the JSON document of a dry run."""
     return {
         "nnodes": placement.nnodes,
@@ -383,7 +383,7 @@ def decide_launch(
         messages=StartMessages(
             warnings=(
                 *_warn_of_unused_nproc(request, placement, nproc.value, env),
-                *_useless_spares(placement),
+                *_warn_of_useless_spares(placement),
                 *network_warnings,
             ),
             hidden=frozenset(() if uses_network else network_warnings),
@@ -452,7 +452,7 @@ def _choose_max_failures(request: Request, placement: Placement) -> int:
     return DEFAULT_FAILURES if placement.size else 0
 
 
-def _useless_spares(placement: Placement) -> tuple[str, ...]:
+def _warn_of_useless_spares(placement: Placement) -> tuple[str, ...]:
     """Return a warning if the run has spares that cannot replace lost nodes. Otherwise return ().
 
     There are two cases. If the launcher has started the ranks without torchrun, all ranks take part. The

@@ -41,7 +41,7 @@ class StartUp:
 
     def __init__(self, end_s: float, parts: Mapping[str, float] | None = None) -> None:
         self.parts = dict(parts or {})
-        self._end_s = end_s
+        self._last_end_s = end_s
         """End of the last part, or the beginning of the start, on the monotonic clock."""
 
     @classmethod
@@ -73,12 +73,12 @@ class StartUp:
         """
         if end_s is None:
             end_s = time.monotonic()
-        self.parts[name] = self.parts.get(name, 0.0) + max(0.0, end_s - self._end_s)
-        self._end_s = max(self._end_s, end_s)
+        self.parts[name] = self.parts.get(name, 0.0) + max(0.0, end_s - self._last_end_s)
+        self._last_end_s = max(self._last_end_s, end_s)
 
     def variables(self, first_attempt_s: float) -> dict[str, str]:
         """Return variables that pass the parts, and the time of the first attempt, to the workers."""
-        fields = [f"{self._end_s:.3f}"]
+        fields = [f"{self._last_end_s:.3f}"]
         for name, seconds in self.parts.items():
             fields.append(f"{name}={seconds:.3f}")
         return {VARIABLE: " ".join(fields), FIRST_ATTEMPT: f"{first_attempt_s:.3f}"}

@@ -198,8 +198,8 @@ class _IdleTimer:
     """Measures for how long a process has used almost no processor time."""
 
     def __init__(self) -> None:
-        self._cpu_s = 0.0  # processor time that the process had used at the last reading
-        self._read_at = 0.0
+        self._last_cpu_s = 0.0  # processor time that the process had used at the last reading
+        self._last_read_at = 0.0
         self._idle_since = math.inf
 
     def update(self, pid: int, now: float) -> float:
@@ -215,11 +215,11 @@ class _IdleTimer:
         except (OSError, ValueError, KeyError):  # the process has ended
             return -math.inf
         cpu_s = (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
-        if cpu_s - self._cpu_s > IDLE_SHARE * (now - self._read_at):
+        if cpu_s - self._last_cpu_s > IDLE_SHARE * (now - self._last_read_at):
             self._idle_since = now
         # `_idle_since` is still infinite if no reading has shown the process busy. Idle time then begins now.
         self._idle_since = min(self._idle_since, now)
-        self._cpu_s, self._read_at = cpu_s, now
+        self._last_cpu_s, self._last_read_at = cpu_s, now
         return now - self._idle_since
 
 
