@@ -78,7 +78,7 @@ class Server:
         self._secret = secret
         self._log = log
         self._nodes: dict[int, HeadConnection] = {}
-        self._unsent: set[HeadConnection] = set()
+        self._peers_with_unsent: set[HeadConnection] = set()
         # A dict is used as an ordered set here. The oldest connection comes first.
         self._strangers: dict[HeadConnection, None] = {}
         self._selector = selectors.DefaultSelector()
@@ -128,10 +128,10 @@ class Server:
 
     def _flush_unsent(self) -> None:
         """Send the data that waits because a node could not accept it earlier."""
-        for peer in list(self._unsent):
+        for peer in list(self._peers_with_unsent):
             peer.flush()
             if not peer.has_unsent:
-                self._unsent.remove(peer)
+                self._peers_with_unsent.remove(peer)
 
     def _close_late_strangers(self) -> None:
         """Close the connections that have not shown within `MAX_WAIT_S` that they belong to the run.
@@ -213,14 +213,14 @@ class Server:
     def _send_line(self, peer: HeadConnection, line: bytes) -> None:
         peer.send_line(line)
         if peer.has_unsent:
-            self._unsent.add(peer)
+            self._peers_with_unsent.add(peer)
 
     def _close_lost_node(self, peer: HeadConnection, reason: str) -> None:
         """Close the connection of a node, and record the reason in `lost`."""
         assert peer.rank is not None  # noqa: S101 - it is a node
         self.lost[peer.rank] = reason
         del self._nodes[peer.rank]
-        self._unsent.discard(peer)
+        self._peers_with_unsent.discard(peer)
         self._selector.unregister(peer)
         peer.close()
 
