@@ -441,7 +441,9 @@ class NodeAgent:
     def _start_attempt(self, order: AttemptStart, node_rank: int) -> State:
         """Start the command of an attempt, and return the next state.
 
-        If the head has cancelled the attempt since it ordered the start, start nothing.
+        If the head has cancelled the attempt since it ordered the start, start nothing: the next state then
+        reports the attempt as ended, for which the head waits. `node_rank` is the rank of this node in the
+        attempt, which may differ between attempts.
         """
         attempt = self._latest_attempt = NodeAttempt(self.context, order, node_rank)
         if self.stop:  # the stop request arrived before this node received the order

@@ -244,6 +244,8 @@ class _Copier(threading.Thread):
         """Yield the lines, or parts of lines, in `data` that the user should see.
 
         Lines that are only for the log are skipped, such as a traceback that the node agent prints later.
+        `data` is the next piece of the output. It may begin or end within a line, so the attributes
+        `_is_inside_line` and `_is_hidden` keep the state between two calls.
         """
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
             if self._is_inside_line:

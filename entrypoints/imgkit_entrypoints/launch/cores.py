@@ -72,7 +72,8 @@ def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> Cp
     """Return the processors of workers whose GPUs are on `numa_nodes`.
 
     `numa_nodes` has one entry for each worker. An entry is None if the NUMA node of the worker's GPU is
-    unknown.
+    unknown. If a worker has no processor on that NUMA node, no worker is bound: the result then contains only
+    the reason.
     """
     names = ", ".join(map(str, numa_nodes))
     evidence = f"the NUMA nodes of the GPUs: {names}; processors allowed: {host.allowed_cpus}"

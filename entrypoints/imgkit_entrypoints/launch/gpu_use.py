@@ -82,11 +82,12 @@ class GpuMonitor:
     def read_use(self) -> GpuUse | None:
         """Read the new output of nvidia-smi, and return the GPU use since the start.
 
-        Return None if there are no new readings.
+        This does not wait. Return None if there are no new readings, or if nvidia-smi was not started. In the
+        result, the percentage is the mean of all readings, and the memory is the highest reading of one GPU.
         """
         if self._output is None:
             return None
-        data = self._output.read() or b""
+        data = self._output.read() or b""  # None: there is no new output
         # The text after the last line end is an incomplete line. It is completed in a later call.
         *lines, self._partial_line = (self._partial_line + data).split(b"\n")
         old_readings = self._reading_count

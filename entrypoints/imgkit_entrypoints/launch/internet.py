@@ -41,6 +41,7 @@ class Service:
         If a variable keeps the library offline, return False. Otherwise, return True if one of the service's
         variables is set, or if the program's Python has the service's package.
         """
+        # These come first: a program that is offline does not call the service, whatever else is set.
         for name, offline_values in self.offline_variables.items():
             if env.get(name, "").lower() in offline_values:
                 return False

@@ -252,6 +252,7 @@ class LaunchPlan:
         if self.image and any(decision.origin == "user" for decision in self.decisions):
             yield _DryRunRow("image", "unknown", self.image)
         for decision in self.decisions:
+            # The reason of an unused value says why imgkit does not set it.
             reason = decision.reason if decision.used else f"not set: {decision.reason}"
             yield _DryRunRow(decision.variable, decision.value or "-", reason)
 
@@ -481,7 +482,7 @@ def _choose_device(
     """
     if request.device == "cpu":
         return Decision(variable="device", value="cpu", reason="")
-    _refuse_amd(host)
+    _refuse_amd(host)  # before the number of GPUs is read, since an AMD image must not fall back to the CPU
     if host.gpus:
         return Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
     expected, source = _find_expected_gpus(system, env)
@@ -612,7 +613,8 @@ def _warn_of_unused_nproc(
 ) -> tuple[str, ...]:
     """Return a warning if the run does not use the number of processes that a Kubernetes operator requests.
 
-    Otherwise return ().
+    Otherwise return (). The operator requests the number in the variable `_PET_NPROC`. `nproc` is the number
+    of processes (workers) that start on this node.
     """
     value = env.get(_PET_NPROC, "")
     if value in ("", "auto", nproc):

@@ -50,7 +50,7 @@ class StartUp:
 
         The node agent has measured the first parts. This method adds the part ``torchrun``, from the start of
         torchrun until this process has started. Without a node agent, nothing was measured, so the result has
-        no parts.
+        no parts. `env` is the environment of the worker, in which `VARIABLE` contains the first parts.
         """
         worker_start_s = process_start_s()
         try:
@@ -110,7 +110,8 @@ def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))  # in seconds of the epoch
     if folder is None or job_s is None:
         return process_s
-    # The monotonic clock does not count from the epoch, so convert the time by its age.
+    # `last_change_s` is 0 if the job starts the run for the first time. The monotonic clock does not count
+    # from the epoch, so convert the time by its age.
     age_s = time.time() - max(float(job_s), folder.last_change_s())
     # A clock that was set wrongly gives an impossible age.
     if not 0 <= age_s <= LONGEST_S:

@@ -342,18 +342,21 @@ class Watchdog:
     def new_reports(self, of_run: Positions | None = None) -> list[str]:
         """Check all workers, and return new reports about workers that hang, or that move again.
 
-        Call it once a second.
+        Call it once a second. The list is empty if there is nothing to report.
 
         Parameters
         ----------
         of_run : positions of the slowest and the furthest worker of the whole run, or None if unknown.
         """
         now = time.monotonic()
+        # The workers are updated first, because the two other methods judge by their latest signs of life.
+        # With ``--hang-after 0``, this is needed as well, since heartbeats contain `positions`.
         reports = self._update_workers(now)
         self._find_connecting_workers(now)
         if self.positions is None or not self._hang_after_s:
             return reports
         low, high = self.positions
+        # A worker of another node may be behind all workers of this node. Then that node reports the hang.
         if of_run:
             low = min(low, of_run[0])
             high = max(high, of_run[1])
@@ -418,7 +421,7 @@ class Watchdog:
 
         The stack of a worker that has not answered within `ANSWER_S` seconds is "".
         """
-        if self._nccl_question is not None and self._nccl_question.is_open:
+        if self._nccl_question is not None and self._nccl_question.is_open:  # NCCL may still answer
             return None
         stacks = {worker.note.rank: self._read_stack(worker) for worker in workers}
         # An empty stack means that the worker has not answered yet.
@@ -441,7 +444,8 @@ class Watchdog:
         """
         if not late:
             return False
-        # Without positions, nothing shows which worker is the cause. So report all of them once.
+        # Without positions, nothing shows which worker is the cause. So report all of them once, until the
+        # reported ones move again and leave `_reported`.
         if any(worker.note.writes_no_positions for worker in late):
             return not self._reported
         is_new = any(worker.note.rank not in self._reported for worker in late)
@@ -679,6 +683,9 @@ def _read_process_status(pid: int) -> dict[str, str]:
 def _cut_main_stack(text: str) -> str:
     """Return the innermost frames of the main thread from faulthandler's output, or "" if there are none.
 
+    faulthandler is the module of Python that writes a stack when it gets a signal. The heading `_STACK` comes
+    before the frames.
+
     In the result, ``File "train.py", line 12 in step`` is ``train.py:12 step``.
     """
     match = re.search(r"(?m)^Stack \(most recent call first\):\n((?:  .*\n)+)", text)
@@ -688,7 +695,7 @@ def _cut_main_stack(text: str) -> str:
     for line in match[1].splitlines():
         # 'File "train.py", line 12 in step' -> "train.py:12 step"
         frame = re.sub(r'^File "(.*)", line (\d+) in (.*)$', r"\1:\2 \3", line.strip())
-        if not _START_FRAME.match(frame):
+        if not _START_FRAME.match(frame):  # frames that only start the program say nothing about the hang
             frames.append(frame)
     if len(frames) > MAX_FRAMES:
         frames[MAX_FRAMES:] = [f"and {len(frames) - MAX_FRAMES} more"]
