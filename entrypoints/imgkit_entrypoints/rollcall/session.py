@@ -190,6 +190,7 @@ class HeadSession(_Session):
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
         """Wait up to `seconds` until one of `sources` has data to read, or until there may be an event."""
         deadline = time.monotonic() + seconds
+        # With an event or a new report, the caller has work to do, so there is no wait.
         while not self._events and not self._has_new_reports:
             ready = self._wait_once(sources, deadline)
             if self._server in ready or time.monotonic() >= self._next_beat_check_at:
@@ -252,6 +253,7 @@ class HeadSession(_Session):
         if attempt > 1:
             # Workers of the previous attempt may still use the old port.
             self.port = ports.next_free(self.port)
+        # Both come before the order is sent, so that reports about the new attempt are accepted and kept.
         self._forget_attempt()
         self.attempt = attempt
         self._training_numbers = tuple(ranks)
@@ -282,7 +284,7 @@ class HeadSession(_Session):
 
     def _receive_messages(self) -> None:
         """Handle the messages that have arrived, and send heartbeats (signs of life) if they are due."""
-        lost_before = len(self.lost)
+        lost_before = len(self.lost)  # `receive` and `_send_heartbeats` add lost nodes to `lost`
         for number, message in self._server.receive():
             self._handle(number, message)
         while self._server.joining:
@@ -303,6 +305,7 @@ class HeadSession(_Session):
         positions = list(self._positions.values())
         if self.positions:
             positions.append(self.positions)
+        # `_positions` contains the positions of the other nodes, and `positions` those of this node.
         self.run_positions = None
         if positions:
             slowest, furthest = zip(*positions, strict=True)
@@ -355,7 +358,7 @@ class HeadSession(_Session):
         self._forwarded_stops.add((number, message.requeue))
         order = dataclasses.replace(message, node=self.node_name(number))
         self._server.send_all(order, except_rank=number)
-        if number != 0:
+        if number != 0:  # 0: the head's own agent has reported the stop, and reacts to it by itself
             self._events.append(order)
 
     def _refuse_late_node(self) -> None:
@@ -455,6 +458,7 @@ class MemberSession(_Session):
             message = self._connection.decode(self._lines.pop(0))
             if message is None:
                 break
+            # Heartbeats are no events. They carry the positions (steps) of the slowest and furthest worker.
             if isinstance(message, messages.Heartbeat):
                 self.run_positions = message.positions
             elif isinstance(message, Order):
@@ -462,7 +466,9 @@ class MemberSession(_Session):
             if isinstance(message, messages.EndRun):
                 self._is_over = True
             if isinstance(message, messages.PreflightEnd):
-                break  # the preflight handles only its own events, and the attempts handle later ones
+                # The preflight drops events of other kinds. An order to start the first attempt may follow
+                # at once, and must stay for the code that handles attempts.
+                break
         return events
 
 
