@@ -216,16 +216,16 @@ class NodeAgent:
         If one of the two is unknown, the line contains only the other. If both are unknown, nothing is
         printed.
         """
-        parts = []
+        summaries = []
         time_summary = self._step_timer.summary(session.placement.nnodes)
         if time_summary:
-            parts.append(time_summary)
+            summaries.append(time_summary)
         # This also updates the file with the GPU use in the run's folder.
         use = self._files.write_gpu_use(session)
         if use:
-            parts.append(gpu_use.describe(use))
-        if parts:
-            self.log("; ".join(parts))
+            summaries.append(gpu_use.describe(use))
+        if summaries:
+            self.log("; ".join(summaries))
 
     @property
     def session(self) -> Session:

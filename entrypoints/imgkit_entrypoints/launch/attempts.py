@@ -211,12 +211,12 @@ class Attempts:
         """
         codes: dict[int, int] = {}
         failed: dict[int, int] = {}
-        for number, report in self._session.reports.items():  # in the order in which they arrived
-            if number in self._ranks:
-                codes[number] = report.code
+        for node_number, report in self._session.reports.items():  # in the order in which they arrived
+            if node_number in self._ranks:
+                codes[node_number] = report.code
                 if report.code not in GOOD:
-                    failed[number] = report.code
-        lost = {number for number in self._session.lost if number in self._ranks}
+                    failed[node_number] = report.code
+        lost = {node_number for node_number in self._session.lost if node_number in self._ranks}
         succeeded = codes.keys() - failed.keys()
         return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
 
@@ -339,8 +339,8 @@ class Attempts:
             return True
         if self._is_per_node and HEAD not in failed_nodes:
             return False
-        for number in failed_nodes:
-            failure = self._session.reports[number].failure
+        for node_number in failed_nodes:
+            failure = self._session.reports[node_number].failure
             # `after_peer` is True if the error only says that another rank is gone. Without a known failure,
             # nothing says that the cause is on another node.
             if failure is None or not failure.after_peer:
@@ -383,11 +383,11 @@ class Attempts:
 
         Return "" if all ranks are unchanged.
         """
-        text = ""
+        changes = ""
         for number, rank in sorted(ranks.items(), key=operator.itemgetter(1)):
             if self._ranks.get(number) != rank:
-                text += f"; {self._session.node_name(number)} takes rank {rank}"
-        return text
+                changes += f"; {self._session.node_name(number)} takes rank {rank}"
+        return changes
 
 
 class StartWatch:
@@ -438,9 +438,9 @@ class StartWatch:
         it.
         """
         waiting = []
-        for number, node_phase in self._session.phases.items():
+        for node_number, node_phase in self._session.phases.items():
             if node_phase == phase:
-                waiting.append(self._session.node_name(number))
+                waiting.append(self._session.node_name(node_number))
         names = join_names(waiting, MAX_NAMED)
         if phase == RENDEZVOUS:
             problem = (

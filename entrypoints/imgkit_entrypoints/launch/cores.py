@@ -52,7 +52,7 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     NoPlan : Slurm's number of processors cannot be read.
     """
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
-    node_cpus = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
+    node_cpus = sum(len(parse_cpu_list(cpu_list)) for cpu_list in host.numa_cpus.values())
     # Nodes may have different numbers of processors, such as "80(x3),40". Every node has at least the lowest
     # number.
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))

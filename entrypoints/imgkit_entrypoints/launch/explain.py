@@ -229,12 +229,12 @@ def _explain(entry: _Known, match: re.Match[str], memory: str) -> Explanation:
     match : the place in the output at which the pattern of `entry` was found. Its named groups fill in the
         text of the cause.
     """
-    values = {}
+    group_values = {}
     for name, value in match.groupdict().items():
         if value is not None:
-            values[name.rstrip("2")] = value  # `host2` has the same meaning as `host`
-    text = match.string
-    line_start = text.rfind("\n", 0, match.start()) + 1
-    line, _, _ = text[line_start:].partition("\n")
+            group_values[name.rstrip("2")] = value  # `host2` has the same meaning as `host`
+    output = match.string
+    line_start = output.rfind("\n", 0, match.start()) + 1
+    line, _, _ = output[line_start:].partition("\n")
     remedy = memory_remedy(memory) if entry.remedy == _MEMORY_REMEDY else entry.remedy
-    return Explanation(text=line.strip()[:300], cause=entry.cause.format(**values), remedy=remedy)
+    return Explanation(text=line.strip()[:300], cause=entry.cause.format(**group_values), remedy=remedy)

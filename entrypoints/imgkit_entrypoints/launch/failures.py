@@ -92,11 +92,11 @@ class RankRecord:
 
         For torchrun itself, only its last error is returned.
         """
-        text = _STACK_IN_CPP.sub("", self.text)
-        errors = list(_ERROR.finditer(text))
+        error_text = _STACK_IN_CPP.sub("", self.text)
+        errors = list(_ERROR.finditer(error_text))
         if self.rank is None and errors:
-            text = text[errors[-1].start() :]
-        return limit_lines(text.rstrip("\n"))
+            error_text = error_text[errors[-1].start() :]
+        return limit_lines(error_text.rstrip("\n"))
 
 
 def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
@@ -106,9 +106,9 @@ def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_img
     package. If such a program ends with an exit code, it has already printed or recorded the reason. So
     `find_node_failure` does not report a missing traceback for it.
     """
-    content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
+    document = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
-        files.write_file(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(content))
+        files.write_file(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(document))
 
 
 def write_torchrun_error(env: Mapping[str, str], text: str) -> bool:
@@ -156,11 +156,11 @@ def _read_record(path: Path) -> RankRecord | None:
     rank = None if match[1] is None else int(match[1])
     try:
         # The first line is the time of the error, and the traceback follows.
-        seconds, _, text = files.read_text(path, errors="replace").partition("\n")
+        seconds, _, traceback_text = files.read_text(path, errors="replace").partition("\n")
         at = float(seconds)
     except (OSError, ValueError):
         return None
-    return RankRecord(rank=rank, at=at, text=text) if math.isfinite(at) else None
+    return RankRecord(rank=rank, at=at, text=traceback_text) if math.isfinite(at) else None
 
 
 def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
@@ -169,9 +169,9 @@ def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
     If the file is missing or cannot be read, return ``({}, False)``.
     """
     try:
-        content = json_text.parse(files.read_own(stop_folder / CODES))
-        codes = {int(rank): int(code) for rank, code in content["codes"].items()}
-        return codes, bool(content["is_imgkits"])
+        document = json_text.parse(files.read_own(stop_folder / CODES))
+        codes = {int(rank): int(code) for rank, code in document["codes"].items()}
+        return codes, bool(document["is_imgkits"])
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}, False
 
@@ -239,15 +239,15 @@ def command_failure(code: int, output: str) -> RankFailure:
     output : the end of what the command has written to standard error.
     """
     last_lines = output.rstrip("\n").split("\n")[-COMMAND_LINES:]
-    text = "\n".join(last_lines)
+    output_end = "\n".join(last_lines)
     return RankFailure(
         rank=None,
         is_command=True,
         code=code,
         age_ms=0,
-        after_peer=_AFTER_PEER.search(text) is not None,
+        after_peer=_AFTER_PEER.search(output_end) is not None,
         log="",
-        lines=limit_lines(text) if text else (),
+        lines=limit_lines(output_end) if output_end else (),
     )
 
 
@@ -382,13 +382,13 @@ def summarize_failure(failure: RankFailure, node: str) -> str:
 
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """
-    text = f"{_describe_failed_part(failure)} on {node} failed, {describe_ending(failure.code)}"
+    summary = f"{_describe_failed_part(failure)} on {node} failed, {describe_ending(failure.code)}"
     filled_lines = [line.strip() for line in failure.lines if line.strip()]
     if filled_lines:
-        text += f": {shorten_message(filled_lines[-1])[:MAX_REASON]}"
+        summary += f": {shorten_message(filled_lines[-1])[:MAX_REASON]}"
     if failure.log:
-        text += f"; full log: {failure.log}"
-    return text
+        summary += f"; full log: {failure.log}"
+    return summary
 
 
 def _describe_rank(rank: int | None) -> str:
@@ -435,14 +435,14 @@ def write_log(text: str, folder: str, node: str, attempt: int) -> str:
     name = f"errors-{node}.log"
     if attempt > 1:
         name = f"errors-{node}-attempt{attempt}.log"
-    content = terminal.escape_controls(terminal.strip_styles(text), keep="\n\t")
+    log_text = terminal.escape_controls(terminal.strip_styles(text), keep="\n\t")
     if folder:
         with contextlib.suppress(OSError):
             Path(folder).mkdir(parents=True, exist_ok=True)
-            files.write_file(Path(folder, name), content)
+            files.write_file(Path(folder, name), log_text)
             return str(Path(folder, name).absolute())
     with contextlib.suppress(OSError):
         path = Path(tempfile.mkdtemp(prefix="imgkit-"), name)
-        files.write_file(path, content)
+        files.write_file(path, log_text)
         return str(path.absolute())
     return ""

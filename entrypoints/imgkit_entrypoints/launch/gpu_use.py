@@ -87,9 +87,9 @@ class GpuMonitor:
         """
         if self._output is None:
             return None
-        data = self._output.read() or b""  # None: there is no new output
+        output = self._output.read() or b""  # None: there is no new output
         # The text after the last line end is an incomplete line. It is completed in a later call.
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
+        *lines, self._partial_line = (self._partial_line + output).split(b"\n")
         old_readings = self._reading_count
         for line in lines:
             match = _READING.fullmatch(line)

@@ -152,8 +152,8 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
     can_adopt = adopt_orphans()
     # The guard itself must survive these two signals. torchrun would inherit SIG_IGN, and could then not be
     # ended by them. A handler, in contrast, is reset when the command is executed.
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, lambda *_: None)
+    for caught_signal in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(caught_signal, lambda *_: None)
     for descriptor in (control, status):
         os.set_inheritable(descriptor, False)
     child_ended = _make_child_wakeup()
@@ -198,8 +198,8 @@ def _start_command(command: list[str], kind: str) -> int:
     reset = (signal.SIGPIPE, signal.SIGXFSZ)
     if kind == "torchrun":
         return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # the command inherits this, as intended
+    for ignored_signal in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored_signal, signal.SIG_IGN)  # the command inherits this, as intended
     return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset, setsigmask=())
 
 
@@ -238,17 +238,17 @@ class _AgentCommands:
         if self._control not in readable:
             return []
         # The node agent writes each short line at once, so a line arrives as a whole.
-        data = os.read(self._control, 4096)
-        if not data:  # end of file: the node agent is gone
+        command_lines = os.read(self._control, 4096)
+        if not command_lines:  # end of file: the node agent is gone
             self.wants_kill = True
         signals = []
-        for line in data.decode().splitlines():
-            name, _, number = line.partition(" ")
-            if name == "signal":
-                signals.append(int(number))
-            elif name == "terminate":
+        for line in command_lines.decode().splitlines():
+            verb, _, signal_number = line.partition(" ")
+            if verb == "signal":
+                signals.append(int(signal_number))
+            elif verb == "terminate":
                 self.wants_end = True
-            elif name == "kill":
+            elif verb == "kill":
                 self.wants_kill = True
         return signals
 

@@ -131,24 +131,24 @@ def clean_environment(
     removed = [*_count_by_prefix(mpi_names), *changes]
     if limits_core:
         removed.append("core dumps")
-    texts = []
+    change_texts = []
     if removed:
-        texts.append(f"without {', '.join(removed)} of the host")
+        change_texts.append(f"without {', '.join(removed)} of the host")
     tmpdir = host_env.get("TMPDIR", "")
     if len(tmpdir) > MAX_TMPDIR:
         changes["TMPDIR"] = _make_short_tmpdir(tmpdir)
-        texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
+        change_texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
     else:
         tmpdir = ""
-    text = ""
-    if texts:
-        text = f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)"
+    summary = ""
+    if change_texts:
+        summary = f"workers start {' and '.join(change_texts)} (to keep one: --keep-env NAME)"
     # An empty new value means that the variable is removed.
     empty_names = [name for name, value in changes.items() if not value]
     return CleanEnvironment(
         env={name: value for name, value in changes.items() if value},
         unset=(*mpi_names, *empty_names),
-        text=text,
+        text=summary,
         limits_core=limits_core,
         tmpdir=tmpdir,
     )
@@ -217,22 +217,22 @@ def _remove_host_python(
     image : the image's own variables.
     prefix : ``sys.prefix`` of the Python that runs the workers. Its own virtual environment stays.
     """
-    values = {}
+    new_values = {}
     # The image may add folders of packages to PYTHONPATH itself, which its own Python can load.
     if "PYTHONPATH" in host_env:
         image_folders = image.get("PYTHONPATH", "").split(":")
-        values["PYTHONPATH"] = _drop_package_folders(host_env["PYTHONPATH"], image_folders)
+        new_values["PYTHONPATH"] = _drop_package_folders(host_env["PYTHONPATH"], image_folders)
     removed_programs = []
     # `_OF_PYTHON` contains variables such as VIRTUAL_ENV, whose value is the folder of a Python.
     for name in _OF_PYTHON:
         folder = host_env.get(name, "")
         if folder not in ("", prefix):  # the workers' own Python may be in a virtual environment, which stays
-            values[name] = ""
+            new_values[name] = ""
             removed_programs.append(f"{folder}/bin")
     if removed_programs and "PATH" in env:
         kept_folders = [folder for folder in env["PATH"].split(":") if folder not in removed_programs]
-        values["PATH"] = ":".join(kept_folders)
-    return values
+        new_values["PATH"] = ":".join(kept_folders)
+    return new_values
 
 
 def _drop_package_folders(python_path: str, image_folders: Sequence[str]) -> str:

@@ -64,10 +64,10 @@ def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
     if env.get("IMGKIT_DEVICE") != "cuda" or env.get("NCCL_RAS_ENABLE") == "0":
         return None
     host, _, port = env.get("NCCL_RAS_ADDR", RAS_DEFAULT).rpartition(":")
-    number = parse_digits(port)
-    if not host or number is None or not 0 < number < 1 << 16:
+    port_number = parse_digits(port)
+    if not host or port_number is None or not 0 < port_number < 1 << 16:
         return None  # NCCL does not listen at such an address either
-    return host.strip("[]"), number
+    return host.strip("[]"), port_number
 
 
 def ask_about_hang(env: Mapping[str, str]) -> Question | None:
@@ -154,8 +154,8 @@ def summarize_answer(answer: bytes) -> list[str]:
         that all ranks answer.
     """
     # `answer` comes from the network, so its size is limited here, and its characters in `_make_printable`.
-    text = answer[:MAX_ANSWER_BYTES].decode("ascii", "replace")
-    _, heading, problems = text.partition(_ERRORS_HEADING)
+    answer_text = answer[:MAX_ANSWER_BYTES].decode("ascii", "replace")
+    _, heading, problems = answer_text.partition(_ERRORS_HEADING)
     if not heading:
         raise ValueError(
             "it contains no list of errors"

@@ -203,14 +203,16 @@ class NodeAttempt:
         """
         node, command = self._node_context, self._node_context.config.command
         run_dir = command.env.get("IMGKIT_RUN_DIR", "")
-        values = per_node.placeholder_values(self._order, self._node_rank, node.config.node.nproc, run_dir)
-        variables = per_node.placeholder_variables(values)
+        placeholder_values = per_node.placeholder_values(
+            self._order, self._node_rank, node.config.node.nproc, run_dir
+        )
+        variables = per_node.placeholder_variables(placeholder_values)
         if not command.env.get(per_node.RAY_TMPDIR):
             path = per_node.ray_folder(self._order)
             with suppress(OSError):  # without the variable, Ray itself reports which folder it cannot use
                 node.folders.enter_context(stop_protocol.locked_folder(path))
                 variables[per_node.RAY_TMPDIR] = str(path)
-        return per_node.fill_placeholders(command.argv, values), variables
+        return per_node.fill_placeholders(command.argv, placeholder_values), variables
 
     def close(self) -> None:
         """End all processes that are left of the command."""
@@ -402,8 +404,8 @@ class NodeAttempt:
         name = plan.host_label(node.config.node.host)
         if node.session.host_index > 0:  # a second node agent on the same host
             name += f"-{node.session.host_index + 1}"
-        text = self._running_command.output_tail()
-        return failures.write_log(text, node.log_folder, name, self._order.attempt)
+        error_output = self._running_command.output_tail()
+        return failures.write_log(error_output, node.log_folder, name, self._order.attempt)
 
     def report(self) -> AttemptEnded:
         """Return the message to the head about the end of this attempt."""

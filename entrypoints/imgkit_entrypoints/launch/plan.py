@@ -228,9 +228,9 @@ class LaunchPlan:
         """Yield the rows of a dry run about the nodes, and about how the workers start on them."""
         yield _DryRunRow("scheduler", self.placement.scheduler)
         defaults = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
-        values = _make_placement_dict(self.placement)
+        placement_values = _make_placement_dict(self.placement)
         for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
-            value = ",".join(values["hosts"]) if name == "hosts" else str(values[name])
+            value = ",".join(placement_values["hosts"]) if name == "hosts" else str(placement_values[name])
             # A value without a source is a default.
             source = self.placement.source.get(name) or defaults.get(name, "")
             yield _DryRunRow(name, value or "-", source)
@@ -545,9 +545,9 @@ def _find_expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> t
             source += f" ({system.node.gpu_model})"
         return system.node.gpus, source
     for name in _GPU_VARIABLES:
-        value = env.get(name)
-        if value:  # a value that is not a number is ignored, as if no GPU were expected
-            return parse_digits(value) or 0, name
+        gpu_count = env.get(name)
+        if gpu_count:  # a value that is not a number is ignored, as if no GPU were expected
+            return parse_digits(gpu_count) or 0, name
     return 0, ""
 
 
@@ -563,22 +563,22 @@ def _choose_nproc(
     # The order is the precedence. `direct` is set if the launcher has started every rank itself, without
     # torchrun. The number of workers can then no longer be changed.
     if placement.direct is not None:
-        number, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
+        worker_count, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
     elif request.nproc != "auto":
-        number, reason = int(request.nproc), "--nproc"
+        worker_count, reason = int(request.nproc), "--nproc"
     elif env.get(_PET_NPROC):
-        number, reason = _read_operators_nproc(env[_PET_NPROC], host)
+        worker_count, reason = _read_operators_nproc(env[_PET_NPROC], host)
     elif device == "cuda":
-        number, reason = host.gpus, "one per GPU"
+        worker_count, reason = host.gpus, "one per GPU"
     else:
-        number, reason = 1, "no GPU: one; --nproc N starts more"
-    if device == "cuda" and number > host.gpus:
+        worker_count, reason = 1, "no GPU: one; --nproc N starts more"
+    if device == "cuda" and worker_count > host.gpus:
         raise NoPlan(
-            f"{number} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
+            f"{worker_count} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
             where=host.gpus_source,
             hint=f"give --nproc {host.gpus} or less, or --device cpu",
         )
-    return Decision(variable="nproc", value=str(number), reason=reason)
+    return Decision(variable="nproc", value=str(worker_count), reason=reason)
 
 
 def _read_operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
@@ -597,9 +597,9 @@ def _read_operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
         return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
     if text in ("auto", "cpu"):
         return host.cpus, f"{_PET_NPROC}={text}: one per processor allowed"
-    number = parse_digits(text)
-    if number and number <= _MAX_NPROC:
-        return number, _PET_NPROC
+    worker_count = parse_digits(text)
+    if worker_count and worker_count <= _MAX_NPROC:
+        return worker_count, _PET_NPROC
     reason = f" ({host.gpus_source})" if text == "gpu" else ""
     raise NoPlan(
         f"{text[:200]!r} is not a number of processes on this node{reason}",
@@ -616,8 +616,8 @@ def _warn_of_unused_nproc(
     Otherwise return (). The operator requests the number in the variable `_PET_NPROC`. `nproc` is the number
     of processes (workers) that start on this node.
     """
-    value = env.get(_PET_NPROC, "")
-    if value in ("", "auto", nproc):
+    requested = env.get(_PET_NPROC, "")
+    if requested in ("", "auto", nproc):
         return ()
     if placement.direct is not None:
         reason = f"{placement.scheduler} started them"
@@ -625,7 +625,7 @@ def _warn_of_unused_nproc(
         reason = "--nproc takes precedence"
     else:
         return ()
-    return (f"{_PET_NPROC}={value[:200]} is not used: {reason}, {nproc} on this node",)
+    return (f"{_PET_NPROC}={requested[:200]} is not used: {reason}, {nproc} on this node",)
 
 
 def _choose_threads(
@@ -647,25 +647,25 @@ def _choose_threads(
     system : what the image's recipe says, or None if there is no recipe.
     """
     name = "OMP_NUM_THREADS"
-    value = env.get(name)
+    current_value = env.get(name)
     # `env` contains the variables of the image as well. A value that equals the image's is not the user's.
     image_value = (host.image_env or {}).get(name)
     recipe_value = system.env.get(name) if system else None
     # The recipe sets the variable, and nobody has overridden it.
-    if recipe_value is not None and value in (None, image_value, recipe_value):
+    if recipe_value is not None and current_value in (None, image_value, recipe_value):
         return None
     # PBS sets the variable to the number of processors of the chunk, and mpiexec passes it on. The user has
     # not chosen this value. With it, each of the nproc workers would start a thread for every processor of
     # the chunk.
-    is_from_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
-    if value and not is_from_pbs and value != image_value:
-        return Decision(variable=name, value=value, reason="set by the user", origin="user")
+    is_from_pbs = bool(env.get("PBS_JOBID")) and current_value in (env.get("NCPUS"), str(host.cpus))
+    if current_value and not is_from_pbs and current_value != image_value:
+        return Decision(variable=name, value=current_value, reason="set by the user", origin="user")
     cpus = host.cpus // nproc
     reason = f"{host.cpus} processors allowed / {nproc} processes"
     if binding.value and binding.cpus_per_worker < cpus:
         cpus = binding.cpus_per_worker
         reason = f"a worker has {cpus} processors beside its GPU"
-    if value and value == image_value:
+    if current_value and current_value == image_value:
         reason += f"; replaces the image's {image_value!r}"
     return Decision(variable=name, value=str(max(1, cpus)), reason=reason)
 
@@ -784,10 +784,10 @@ def fill_markers(argv: Sequence[str], order: AttemptStart, node_rank: int, stop_
     The values are known only once the head orders the start of the attempt. `order` is that message.
     """
     attempt = f"attempt{order.attempt}"
-    values = {
+    marker_values = {
         PORT_PENDING: str(order.port),
         NNODES_PENDING: str(order.nnodes),
         NODE_RANK_PENDING: str(node_rank),
         LOGS_PENDING: str(stop_folder / "logs" / attempt),
     }
-    return [values.get(arg, arg).replace(ATTEMPT_PENDING, attempt) for arg in argv]
+    return [marker_values.get(arg, arg).replace(ATTEMPT_PENDING, attempt) for arg in argv]

@@ -146,11 +146,11 @@ class StepTimer:
         total_s = time.monotonic() - self._start_s
         # Tenths of a second matter only in short runs.
         decimals = 0 if total_s >= ROUNDED_S else 1
-        parts = []
+        part_texts = []
         for name, seconds in self._parts.items():
             percent = 100 * seconds / total_s
-            parts.append(f"{name} {seconds:.{decimals}f} s ({percent:.0f} %)")
-        return f"{total_s:.{decimals}f} s on {count_text(nodes, 'node')}: {', '.join(parts)}"
+            part_texts.append(f"{name} {seconds:.{decimals}f} s ({percent:.0f} %)")
+        return f"{total_s:.{decimals}f} s on {count_text(nodes, 'node')}: {', '.join(part_texts)}"
 
 
 def _clamp(value: float, low: float, high: float) -> float:

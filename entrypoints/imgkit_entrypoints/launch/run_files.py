@@ -66,8 +66,8 @@ class RunFiles:
         """
         use = gpu_use.combine_uses(session.gpu_uses.values())
         if use:
-            text = json.dumps(dataclasses.asdict(use)) + "\n"
-            self._write(stop_protocol.GPU_USE, text, "imgkit will not see how much its GPUs are used")
+            document = json.dumps(dataclasses.asdict(use)) + "\n"
+            self._write(stop_protocol.GPU_USE, document, "imgkit will not see how much its GPUs are used")
         return use
 
     def write_gpu_use_when_due(self, session: HeadSession) -> None:

@@ -462,14 +462,14 @@ class CollectedSignals:
         srun sends TERM to the other tasks of a step once the first one has ended. A process that is about to
         exit must ignore it, because it would lose its own exit code if the signal killed it.
         """
-        for number in STOP_SIGNALS:
-            signal.signal(number, self.record)
+        for stop_signal in STOP_SIGNALS:
+            signal.signal(stop_signal, self.record)
         previous_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:
             yield self
         finally:
             signal.set_wakeup_fd(previous_wakeup_fd)
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+            for stop_signal in STOP_SIGNALS:
+                signal.signal(stop_signal, signal.SIG_IGN)
             os.close(self._reader)
             os.close(self._writer)

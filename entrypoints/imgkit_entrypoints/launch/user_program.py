@@ -92,8 +92,8 @@ def _unblock_stop_signals() -> None:
     blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # blocks nothing more
     if signal.SIGTERM not in blocked_signals:
         return
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.register_at_fork(after_in_child=_obey_parent_only)
 
@@ -153,8 +153,8 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     Python calls this function for an exception that the program has not caught (sys.excepthook).
     """
     try:
-        text = format_error(error, trace)
-        is_recorded = record_error(text, sample=find_sample(trace), address=find_unreachable(error))
+        error_text = format_error(error, trace)
+        is_recorded = record_error(error_text, sample=find_sample(trace), address=find_unreachable(error))
     # Anything can fail here: the exception may have no text, or the program may have changed these modules.
     # The error must be printed in any case.
     except Exception:
@@ -254,11 +254,11 @@ def _find_connect_address(error: BaseException) -> str:
     if not isinstance(error, OSError):
         return address
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        values = frame.f_locals
+        frame_variables = frame.f_locals
         is_connecting = frame.f_code.co_name in ("create_connection", "getaddrinfo")
-        if is_connecting and "host" in values and "port" in values:
+        if is_connecting and "host" in frame_variables and "port" in frame_variables:
             # The innermost frame comes last, and replaces the others.
-            address = f"{values['host']}:{values['port']}"
+            address = f"{frame_variables['host']}:{frame_variables['port']}"
     return address
 
 
@@ -302,10 +302,10 @@ def print_to_log(text: str) -> None:
 
     Each line begins with `MARK`.
     """
-    data = "".join(f"{MARK}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
+    marked_lines = "".join(f"{MARK}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
     try:
-        while data:
-            data = data[os.write(2, data) :]
+        while marked_lines:
+            marked_lines = marked_lines[os.write(2, marked_lines) :]
     except OSError:
         return
 

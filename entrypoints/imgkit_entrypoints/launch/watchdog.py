@@ -189,9 +189,9 @@ def read_stat(pid: int | str) -> dict[str, str]:
     """
     # An example is "4711 (python3) S 1 ...". The name in parentheses may contain spaces and parentheses, so
     # only the text after the last ")" is split. It begins with field 3.
-    _, _, text = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-    numbered = enumerate(text.split(), start=3)
-    return {_STAT_FIELDS[number]: value for number, value in numbered if number in _STAT_FIELDS}
+    _, _, later_fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    numbered_fields = enumerate(later_fields.split(), start=3)
+    return {_STAT_FIELDS[number]: value for number, value in numbered_fields if number in _STAT_FIELDS}
 
 
 class _IdleTimer:
@@ -585,8 +585,8 @@ class Watchdog:
         A stopped process, for example, cannot write its stack. Return "" while the stack may still arrive.
         """
         with contextlib.suppress(OSError):
-            data = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")
-            new_data = data[worker.stacks_from :]
+            file_content = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")
+            new_data = file_content[worker.stacks_from :]
             stack = _cut_main_stack(new_data.decode(errors="replace"))
             if stack:
                 return stack
@@ -631,8 +631,8 @@ class Watchdog:
             workers_by_text.setdefault(text, []).append(worker)
         # Every stack contains the heading `_STACK`, and a reason for a missing stack does not. False sorts
         # before True, so the reasons come first.
-        texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
-        for text in texts:
+        ordered_texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
+        for text in ordered_texts:
             same_workers = workers_by_text[text]
             pids = ", ".join(str(worker.note.pid) for worker in same_workers)
             yield f"  {self._describe_ranks(same_workers)} (process {pids}): {text}"

@@ -134,7 +134,7 @@ def _find_outlier_reasons(
     if node.error:  # the node has dropped out, so it has no further results
         yield node.error
         return
-    yield from (f"dist-doctor: {text}" for text in node.failed)
+    yield from (f"dist-doctor: {failed_check}" for failed_check in node.failed)
     if median and node.matmul_TFLOPs is None:
         yield "matrix products could not be measured"
     elif median and node.matmul_TFLOPs is not None and _is_slow(node.matmul_TFLOPs, median):
@@ -269,16 +269,16 @@ class Report:
     def _summarize(self) -> str:
         """Return the result in one line. It names the outliers, and says whether the run starts."""
         nodes, outliers = len(self.verdict.nodes), len(self.verdict.outliers)
-        text = f"preflight of {count_text(nodes, 'node')} in {self.seconds:.0f} s: "
+        summary = f"preflight of {count_text(nodes, 'node')} in {self.seconds:.0f} s: "
         if outliers == 0:
-            return f"{text}no outlier"
-        text += f"{count_text(outliers, 'outlier')}, {self.exclude}"
+            return f"{summary}no outlier"
+        summary += f"{count_text(outliers, 'outlier')}, {self.exclude}"
         if self.left_out:
             pronoun = "them" if len(self.left_out) > 1 else "it"
-            return f"{text}; the run starts without {pronoun}"
+            return f"{summary}; the run starts without {pronoun}"
         if self.passed:
-            return f"{text}; reported only: fewer than {MIN_NODES} nodes have no meaningful median"
-        return text
+            return f"{summary}; reported only: fewer than {MIN_NODES} nodes have no meaningful median"
+        return summary
 
     def to_json(self) -> str:
         """Return the content of ``preflight.json``."""
