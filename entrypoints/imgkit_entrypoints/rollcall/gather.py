@@ -123,9 +123,9 @@ class _RollCallHead:
         port = self._choose_torchrun_port()
         # In a run with spares, some nodes may be missing, but torchrun allows no gaps in the ranks. So nodes
         # 0, 2 and 3, for example, get the numbers 0, 1 and 2.
-        numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
-        self.server.renumber(numbers)  # before `_send_starts`, which uses the new numbers
-        nodes = {number: self.nodes[rank] for rank, number in numbers.items()}
+        new_numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
+        self.server.renumber(new_numbers)  # before `_send_starts`, which uses the new numbers
+        nodes = {number: self.nodes[rank] for rank, number in new_numbers.items()}
         self._send_starts(nodes)
         self.roll_call.log(f"roll call: {self._count_present()} in {time.monotonic() - start:.1f} s")
         placement = self.placement.numbered(len(nodes), 0)
@@ -226,7 +226,7 @@ class _RollCallHead:
 
     def _make_incomplete_error(self) -> NoPlan:
         """Return the error about nodes that have not joined in time. It names these nodes."""
-        reports = "".join(f"; {text}" for text in self.server.reports[:4])
+        reports = "".join(f"; {stranger_report}" for stranger_report in self.server.reports[:4])
         timeout_s = self.roll_call.timeout_s
         return NoPlan(
             f"{self._name_missing()} did not join; {self._count_present()} after {timeout_s:g} s{reports}",
@@ -343,12 +343,12 @@ class _RollCallHead:
         """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
         if len(ranks) == 1:
             return self._node_name(ranks[0])
-        numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
-        text = f"nodes {numbers} of {self.placement.nnodes}"
+        node_numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
+        numbered_nodes = f"nodes {node_numbers} of {self.placement.nnodes}"
         hosts = [self.placement.hosts[rank] for rank in ranks if rank < len(self.placement.hosts)]
         if len(hosts) < len(ranks):  # the scheduler has not named all hosts
-            return text
-        return f"{text} ({hostlist.fold_hosts(hosts)})"
+            return numbered_nodes
+        return f"{numbered_nodes} ({hostlist.fold_hosts(hosts)})"
 
     def _count_present(self) -> str:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"

@@ -181,9 +181,9 @@ def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float
                 case messages.ProbeRequest() as request:  # the network test; it takes some seconds
                     connection.send(probe.run_request(request, roll_call.open_port))
                 case messages.RunStart() as start:
-                    placement = roll_call.placement.numbered(start.nnodes, start.node_rank)
+                    run_placement = roll_call.placement.numbered(start.nnodes, start.node_rank)
                     # `lines` now contains the messages after the start, which belong to the session.
-                    return MemberSession(placement, connection, lines, host_index=start.host_index)
+                    return MemberSession(run_placement, connection, lines, host_index=start.host_index)
         if time.monotonic() - connection.last_sent >= session.BEAT_S:
             connection.send(messages.Heartbeat())
 

@@ -191,10 +191,10 @@ class _ProbeResults:
         only 128.
         """
         while self.waiting and time.monotonic() < deadline:
-            for rank, message in server.receive(deadline - time.monotonic()):
+            for rank, report in server.receive(deadline - time.monotonic()):
                 # Other messages are heartbeats. A second report of a node is ignored.
-                if isinstance(message, ProbeReport) and rank in self.waiting:
-                    self.add(rank, message)
+                if isinstance(report, ProbeReport) and rank in self.waiting:
+                    self.add(rank, report)
             self.waiting -= server.lost.keys()
             head_port.accept_callers(max_callers)
 

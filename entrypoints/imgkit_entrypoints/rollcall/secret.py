@@ -112,11 +112,11 @@ def read_secret(path: Path) -> bytes:
     """
     descriptor = open_private(path)
     try:
-        value = os.read(descriptor, MAX_BYTES + 1)
+        secret = os.read(descriptor, MAX_BYTES + 1)
     finally:
         os.close(descriptor)
-    _refuse_other_length(value, str(path))
-    return value
+    _refuse_other_length(secret, str(path))
+    return secret
 
 
 def open_private(path: Path, *, purpose: str = PURPOSE) -> int:

@@ -349,11 +349,11 @@ class Server:
         After `MAX_REPORTS` texts, nothing more is logged, so that a flood of connections cannot fill the
         disk.
         """
-        text = f"{peer.address} {problem}"
-        if text in self.reports or len(self.reports) > MAX_REPORTS:
+        report = f"{peer.address} {problem}"
+        if report in self.reports or len(self.reports) > MAX_REPORTS:
             return
-        self.reports.append(text)
+        self.reports.append(report)
         if len(self.reports) > MAX_REPORTS:
-            self._log(f"roll call: {text}; ignored; further ones are not reported")
+            self._log(f"roll call: {report}; ignored; further ones are not reported")
         else:
-            self._log(f"roll call: {text}; ignored")
+            self._log(f"roll call: {report}; ignored")
