@@ -207,7 +207,8 @@ class Attempts:
     def _collect_results(self) -> _AttemptResults:
         """Return what the nodes of the current attempt have reported, and which of them are lost.
 
-        A node that reported success and was lost afterwards counts as a success.
+        Spares are left out, since they have no rank in the attempt. A node that reported success and was lost
+        afterwards counts as a success.
         """
         codes: dict[int, int] = {}
         failed: dict[int, int] = {}

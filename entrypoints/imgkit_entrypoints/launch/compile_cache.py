@@ -63,6 +63,7 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
         if not parent or not os.access(parent, os.W_OK | os.X_OK) or is_shared(parent):
             continue
         folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
+        # `lexists` also finds a link, which another user could have made in the shared parent.
         is_foreign = os.path.lexists(folder) and files.is_foreign_folder(folder)
         if not is_foreign:
             return folder

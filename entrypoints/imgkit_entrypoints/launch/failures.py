@@ -149,11 +149,15 @@ def read_records(stop_folder: Path) -> list[RankRecord]:
 
 
 def _read_record(path: Path) -> RankRecord | None:
-    """Return the record in the file `path`, or None if the file is incomplete or not a record."""
+    """Return the record in the file `path`, or None if the file is incomplete or not a record.
+
+    Workers and torchrun write records of their errors. The time in a record must be a finite number, because
+    `read_records` sorts by it.
+    """
     match = _RECORD_NAME.fullmatch(path.name)
     if match is None:
         return None
-    rank = None if match[1] is None else int(match[1])
+    rank = None if match[1] is None else int(match[1])  # None: the record is of torchrun itself
     try:
         # The first line is the time of the error, and the traceback follows.
         seconds, _, traceback_text = files.read_text(path, errors="replace").partition("\n")
@@ -383,6 +387,7 @@ def summarize_failure(failure: RankFailure, node: str) -> str:
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """
     summary = f"{_describe_failed_part(failure)} on {node} failed, {describe_ending(failure.code)}"
+    # The last line of a traceback names the exception.
     filled_lines = [line.strip() for line in failure.lines if line.strip()]
     if filled_lines:
         summary += f": {shorten_message(filled_lines[-1])[:MAX_REASON]}"

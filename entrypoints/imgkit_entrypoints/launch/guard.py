@@ -64,7 +64,10 @@ def adopt_orphans() -> bool:
 
 
 def descendants() -> dict[int, str]:
-    """Return the names of all processes below this one, by process id: ``{4711: "python3"}``."""
+    """Return the names of all processes below this one, by process id: ``{4711: "python3"}``.
+
+    Processes that have ended are left out, even if nobody has read their exit codes yet.
+    """
     children: dict[int, list[tuple[int, str]]] = {}
     for pid, parent, name in _list_processes():
         children.setdefault(parent, []).append((pid, name))
@@ -84,7 +87,7 @@ def _list_processes() -> Iterator[tuple[int, int, str]]:
     An example is ``4711, 1, "python3"``.
     """
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
-        if not entry.isdigit():
+        if not entry.isdigit():  # only the folders of processes have numbers as names
             continue
         with contextlib.suppress(OSError, ValueError):  # the process has ended
             # An example is "12 (name) S 1 ...". The name may contain spaces and parentheses, so split at the
@@ -126,6 +129,8 @@ def end_all() -> tuple[str, ...]:
     A process that still exists after `REAP_S` seconds hangs in the kernel, where no signal reaches it.
     """
     deadline = time.monotonic() + REAP_S
+    # `reap_into` collects the processes that have ended, and returns False once no child is left. The exit
+    # codes do not matter here.
     while reap_into({}):
         # Look for processes in each round, since a process may have started another one in the meantime.
         for pid in descendants():

@@ -159,7 +159,9 @@ def _select_host_variables(
 ) -> dict[str, str]:
     """Return the variables that come from the host, without those that the user wants to keep.
 
-    A variable whose value is the same as in the image does not come from the host.
+    A variable whose value is the same as in the image does not come from the host. `image` contains the
+    variables of the image, and is empty if they are unknown. `keep` contains names or patterns, such as
+    ``PMIX_*``.
     """
     host_env = {}
     for name, value in env.items():
@@ -192,10 +194,11 @@ def _select_loadable_libraries(preload: str, exists: Callable[[str], bool]) -> l
 
     Libraries that do not exist in the container are left out, because the loader would print an error about
     them whenever a program starts. XALT, with which a site counts the programs of its jobs, is left out as
-    well. A name without a slash stays, because the loader searches for it on the library path.
+    well. A name without a slash stays, because the loader searches for it on the library path. `exists`
+    returns whether a path exists in the container.
     """
     libraries = []
-    for path in re.split(r"[\s:]+", preload.strip()):
+    for path in re.split(r"[\s:]+", preload.strip()):  # LD_PRELOAD may use spaces or colons
         can_load = "/" not in path or exists(path)
         if can_load and "xalt" not in path.lower():
             libraries.append(path)

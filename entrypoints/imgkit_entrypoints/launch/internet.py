@@ -155,5 +155,5 @@ def can_connect(url: str) -> bool:
     # The look-up of a name has no time limit, so it runs in a thread that may outlive this function.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
-    attempt.join(ATTEMPT_S)
+    attempt.join(ATTEMPT_S)  # a connection that is made after this time does not count
     return has_connected.is_set()

@@ -116,6 +116,9 @@ class Question:
 def _read_answer(host: str, port: int) -> bytes:
     """Return NCCL's answer to the command VERBOSE STATUS, which lists the errors of all its communicators.
 
+    Several processes of the node may share the port, and the kernel chooses which one gets the connection. So
+    up to `_MAX_CONNECTIONS` connections are made until one of the processes answers.
+
     Raises
     ------
     TimeoutError : no process has sent the first line of the protocol in time.
@@ -136,6 +139,7 @@ def _read_answer(host: str, port: int) -> bytes:
                 raise ConnectionResetError
             if not greeting.startswith(b"SERVER PROTOCOL "):
                 raise ValueError("another program listens there")
+            # NCCL itself waits for other processes that do not answer, and it must stop waiting before we do.
             link.sendall(f"TIMEOUT {_PEER_TIMEOUT_S}\nVERBOSE STATUS\n".encode())
             link.settimeout(LIMIT_S)
             return stream.read(MAX_ANSWER_BYTES)
@@ -180,7 +184,8 @@ def _make_printable(line: str) -> str:
 def _fold_ranks(lines: list[str]) -> Iterator[str]:
     """Yield `lines`, but join consecutive lines about ranks of the same node into one line.
 
-    Such a line is `` Ranks 0-3,5 on node n2``. Lines that are not about a rank stay as they are.
+    Such a line is `` Ranks 0-3,5 on node n2``. Lines that are not about a rank stay as they are. The order of
+    the lines is kept, so that the ranks stay below the heading of their error.
     """
     for node, group in groupby(lines, _node_of_rank_line):
         node_lines = list(group)

@@ -217,6 +217,7 @@ class LaunchPlan:
         """Yield the lines of ``--dry-run``: each value with its source, the warnings, and the command."""
         rows = [*self._placement_rows(), *self._decision_rows(), *self._variable_rows()]
         name_width = max(len(row.name) for row in rows)
+        # One very long value must not move the sources of all rows to the right.
         value_width = min(_MAX_VALUE_WIDTH, max(len(row.value) for row in rows))
         for row in rows:
             yield f"{row.name:{name_width}}  {row.value:{value_width}}  {row.source}".rstrip()
@@ -227,6 +228,7 @@ class LaunchPlan:
     def _placement_rows(self) -> Iterator[_DryRunRow]:
         """Yield the rows of a dry run about the nodes, and about how the workers start on them."""
         yield _DryRunRow("scheduler", self.placement.scheduler)
+        # The text that stands in the column for the source, if the scheduler or the user gave no value.
         defaults = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
         placement_values = _make_placement_dict(self.placement)
         for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
@@ -536,8 +538,9 @@ def _refuse_amd(host: HostFacts) -> None:
 def _find_expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
     """Return the number of GPUs that this node must have, and the source of the number.
 
-    The image's recipe takes precedence over the job's variables. If neither gives a number, return ``(0,
-    "")``.
+    The image's recipe (`system`) takes precedence over the job's variables, such as those of Slurm, in `env`.
+    If neither gives a number, return ``(0, "")``. The caller raises an error if a number is given and no GPU
+    is visible.
     """
     if system is not None and system.node.gpus:
         source = str(SYSTEM_JSON)

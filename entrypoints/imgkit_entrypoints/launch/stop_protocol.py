@@ -214,6 +214,7 @@ def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
         return None, f"{path} is ignored: {error.strerror}"
     except UnicodeDecodeError as error:
         return None, f"{path} cannot be read: {error}"
+    # Another job may have left the file in the same folder. Its state would be counted as this run's.
     saved_job = fields[0] if fields else "nothing"
     if saved_job != job_id:
         return None, f"{path} names job {saved_job}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"

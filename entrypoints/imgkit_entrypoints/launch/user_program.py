@@ -105,6 +105,7 @@ def _set_import_path(program: str, *, is_module: bool) -> None:
     until now the entry is the folder of this file. With -P (safe_path), Python adds no such entry, and this
     function adds none either.
     """
+    # Older versions of Python have no option -P, and so no flag.
     has_entry = not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]
     if not has_entry:
         return
@@ -206,6 +207,7 @@ def _starts_programs(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     if _is_python_start(file):
         return True
+    # This file is in a folder of the package, so its grandparent is the folder of the package.
     package = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
     if file.startswith(f"{package}{os.sep}"):
         return True
@@ -249,7 +251,11 @@ def find_unreachable(error: BaseException | None) -> str:
 
 
 def _find_connect_address(error: BaseException) -> str:
-    """Return the ``HOST:PORT`` to which the innermost frames of `error` tried to connect, or ""."""
+    """Return the ``HOST:PORT`` to which the innermost frames of `error` tried to connect, or "".
+
+    Only errors of the operating system count. Python's functions `create_connection` and `getaddrinfo` have
+    the local variables ``host`` and ``port``.
+    """
     address = ""
     if not isinstance(error, OSError):
         return address

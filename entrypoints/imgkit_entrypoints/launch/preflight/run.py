@@ -83,6 +83,7 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
     CheckFailed : more nodes are outliers (slow or broken) than the run has spares.
     NoPlan : a stop was requested, or the head is lost.
     """
+    # The head (the node with rank 0) leads, and all other nodes follow. See `_Leader` and `_follow`.
     placement = session.placement
     env = {
         **config.env,
@@ -90,6 +91,7 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
         "LOCAL_RANK": "0",
         "MASTER_ADDR": placement.head if placement.nnodes > 1 else "127.0.0.1",
     }
+    # All processes must end before torchrun starts, so `close` is in `finally`: they use the GPUs.
     process = MeasuringProcess(config, env)
     try:
         if isinstance(session, HeadSession):

@@ -234,7 +234,8 @@ class Report:
         for node in verdict.outliers:
             lines += [f"OUTLIER {self._name(node)}: {reason}" for reason in verdict.reasons[node.rank]]
         lines += [f"SLOW LINK {text}" for text in verdict.slow_links]
-        # Print each note once, with all nodes that have it.
+        # A note is a finding about a node that does not make it an outlier. The same note often applies to
+        # many nodes, so print each note once, with all nodes that have it.
         hosts_by_note: dict[str, list[str]] = {}
         for node in verdict.nodes:
             for note in node.notes:
