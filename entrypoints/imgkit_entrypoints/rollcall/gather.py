@@ -261,7 +261,7 @@ class _RollCallHead:
             del self.nodes[rank], self.probe_ports[rank]
 
     def _add_node(self, peer: HeadConnection, request: JoinRequest) -> None:
-        """Add a node that asks to join.
+        """Add a node that asks to join. If it was restarted, it replaces its earlier self.
 
         Raises
         ------

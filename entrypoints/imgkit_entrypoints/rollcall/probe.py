@@ -188,7 +188,7 @@ class _ProbeResults:
         """Wait until all nodes have sent their reports or are lost, but not beyond the deadline.
 
         Meanwhile, accept the connections of other nodes to the head's port, since the kernel's queue may hold
-        only 128.
+        only 128. Ranks stay in `waiting` if their reports are missing at the deadline.
         """
         while self.waiting and time.monotonic() < deadline:
             for rank, report in server.receive(deadline - time.monotonic()):
@@ -334,12 +334,15 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
 def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
     """Wait until the kernel of the other node has acknowledged every byte, even if no process reads them.
 
+    If this kernel cannot tell, return at once.
+
     Raises
     ------
     TimeoutError : the deadline has passed.
     OSError : the connection has failed.
     """
     while True:
+        # Asking for the error also clears it. Without this, a failed connection would look like a slow one.
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))

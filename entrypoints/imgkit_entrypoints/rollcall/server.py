@@ -177,7 +177,8 @@ class Server:
     def send_heartbeats(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
         """Send a heartbeat (a sign of life) to each node that has received nothing for `beat_s` seconds.
 
-        A node that has sent nothing for `lost_after_s` seconds is lost, and its connection is closed.
+        A node that has sent nothing for `lost_after_s` seconds is lost, and its connection is closed. The
+        reason is then in `lost`. All nodes get the same heartbeat, so it is encoded only once.
         """
         now = time.monotonic()
         line = messages.encode(heartbeat)
