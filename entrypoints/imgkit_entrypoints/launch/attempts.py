@@ -284,12 +284,15 @@ class Attempts:
     ) -> None:
         """Record a failed attempt that is over on all nodes.
 
-        Afterwards, start another attempt. If a stop of the run was requested, end the run instead.
+        Afterwards, start another attempt. If a stop of the run was requested, end the run instead. `failure`
+        is the first failure of the attempt.
         """
         cause = failure.cause
         # If a node was lost in the meantime, its loss explains why workers of other nodes have failed.
         if results.lost:
             cause = self._tell_cause(dataclasses.replace(results, failed={}))
+        # A position says how far a worker has come. `_find_end_reason` compares the steps of two failures, so
+        # the furthest position of all nodes counts. Some nodes report theirs only at the end.
         positions = [failure.position]
         positions += [self._session.reports[number].position for number in results.codes]
         furthest = max((position for position in positions if position is not None), default=None)
@@ -473,7 +476,7 @@ def assign_ranks(alive: Collection[int], nnodes: int, previous: Mapping[int, int
     nnodes : number of nodes that train.
     previous : node ranks of the previous attempt, by node number. Empty before the first attempt.
     """
-    if len(alive) < nnodes:
+    if len(alive) < nnodes:  # every rank is needed, since torchrun allows no gaps
         return {}
     ranks = {number: rank for number, rank in previous.items() if number in alive}
     free_ranks = sorted(set(range(nnodes)) - set(ranks.values()))

@@ -212,12 +212,13 @@ class _Copier(threading.Thread):
     def run(self) -> None:
         """Copy the command's error output until every process has closed its end of the pipe.
 
+        This is the body of the thread. The node agent reads the kept output with `tail`.
         Everything is kept for the log of a failed run, but only the visible lines are printed.
         """
         can_write = True
         while True:
             output = os.read(self._source.fileno(), 65536)
-            if not output:
+            if not output:  # every process has closed its end of the pipe
                 return
             self._keep(output)
             visible = b"".join(self._filter_visible_lines(output))

@@ -236,6 +236,7 @@ class CompileCache:
         """Return the sorted names of the compiled files in the folder, such as ``triton/ab/kernel.so``.
 
         Links and the lock files of torch's builds are left out, because a packed cache must not contain them.
+        A lock file in it would make later builds wait forever.
         """
         names = []
         for part in FOLDERS.values():

@@ -98,9 +98,10 @@ def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
     """
     if not env.get(VARIABLE):
         return
-    cpu_list = env[VARIABLE].split(";")[local_rank]
+    cpu_list = env[VARIABLE].split(";")[local_rank]  # one entry for each local rank: "0-39;0-39;40-79"
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0) & parse_cpu_list(cpu_list))
+    # The worker also runs without the binding, only slower, so this is no error.
     except OSError as error:  # the job has lost these processors since the plan was made
         problem = f"local rank {local_rank} is not bound to the processors {cpu_list}: {error.strerror}"
         terminal.print_messages(f"imgkit: warning: {problem}")

@@ -170,7 +170,8 @@ def _read_record(path: Path) -> RankRecord | None:
 def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
     """Return what `write_exit_codes` wrote: the exit codes by rank, and whether the program is imgkit's.
 
-    If the file is missing or cannot be read, return ``({}, False)``.
+    If the file is missing or malformed, return ``({}, False)``. torchrun then was ended before it wrote the
+    file, or no worker has failed.
     """
     try:
         document = json_text.parse(files.read_own(stop_folder / CODES))

@@ -261,8 +261,10 @@ class _AgentCommands:
 def _wait_for_remaining(agent: _AgentCommands, code: int) -> None:
     """Give the processes that the command has left time to end by themselves.
 
-    `code` is the exit code of the command. If a signal has killed the command, its workers do not know that
-    yet, so there is no point in waiting.
+    `code` is the exit code of the command, or the negative number of the signal that has killed it. After
+    such a signal, the workers do not know yet that the command is gone, so there is no point in waiting.
+
+    This only waits. The caller, `main`, kills what is left afterwards.
     """
     leave_s = LEAVE_S if code >= 0 else 0.0
     if agent.wants_end:

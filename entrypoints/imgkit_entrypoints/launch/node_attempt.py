@@ -209,6 +209,7 @@ class NodeAttempt:
         variables = per_node.placeholder_variables(placeholder_values)
         if not command.env.get(per_node.RAY_TMPDIR):
             path = per_node.ray_folder(self._order)
+            # The folder is removed when `folders` is closed, at the end of the run.
             with suppress(OSError):  # without the variable, Ray itself reports which folder it cannot use
                 node.folders.enter_context(stop_protocol.locked_folder(path))
                 variables[per_node.RAY_TMPDIR] = str(path)
@@ -385,11 +386,13 @@ class NodeAttempt:
 
         Return None if nothing has failed by itself. A command that the node agent has ended did not fail.
         """
-        command = self._running_command
+        command = self._running_command  # it has ended, so `code` is its exit code
+        # With ``--per-node``, there are no workers whose records could be read, so the command is judged.
         if self._node_context.config.command.is_per_node:
             if self.deadline.has_begun:
                 return None
             return failures.command_failure(command.code or 0, command.output_tail())
+        # A signal that the node agent itself has sent (`is_forced`) is no cause.
         killed_by = 0
         if command.code is not None and not self.deadline.is_forced:
             killed_by = max(0, -command.code)  # -9 if SIGKILL has ended torchrun

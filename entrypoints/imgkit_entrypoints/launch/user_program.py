@@ -320,7 +320,8 @@ def _name_bad_samples() -> None:
     """Change torch so that the error of a data worker names the sample that the worker could not read.
 
     A sample is one item of the data set. A data worker sends its error to the parent process as text, and the
-    parent cannot find the sample in that text.
+    parent cannot find the sample in that text. This is called in each process that the program has forked. If
+    torch's data loader was not imported, there is no such error, so do nothing.
     """
     wrapper = getattr(sys.modules.get("torch._utils"), "ExceptionWrapper", None)
     if wrapper is None:

@@ -403,11 +403,14 @@ class Watchdog:
     def _ask_for_reasons(self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool) -> None:
         """Ask workers that hang for their stacks, and ask NCCL for its state. The answers are read later.
 
+        `_collect_stacks` reads the answers. The time of this call starts its time limit.
+
         Parameters
         ----------
         some_are_ahead : True if other workers of the run are at a later position.
         """
         for worker in workers:
+            # A worker with `stacks_from` was asked before. Another request would lose its answer.
             if worker.stacks_from is None:
                 self._request_stack(worker, now)
         self._stacks_requested_at = now
@@ -586,6 +589,7 @@ class Watchdog:
         """
         with contextlib.suppress(OSError):
             file_content = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")
+            # The file also contains older stacks. The answer begins where the file ended before the request.
             new_data = file_content[worker.stacks_from :]
             stack = _cut_main_stack(new_data.decode(errors="replace"))
             if stack:
