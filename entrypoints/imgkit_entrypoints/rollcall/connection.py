@@ -157,7 +157,7 @@ class Connection:
                 self.socket.settimeout(left_s)
 
     def _read(self) -> None:
-        """Send the queue, and append the data that has arrived to the input.
+        """Send the queue, and append the data that has arrived to the input. Do not wait for data.
 
         If the connection is over, set `error`.
         """

@@ -137,6 +137,8 @@ class _RollCallHead:
     def _test_network(self) -> tuple[str, ...]:
         """Let the nodes test the network between them, and return warnings about missing results.
 
+        Return () if every node has a result.
+
         Raises
         ------
         NoPlan : a node cannot reach another node.
@@ -180,6 +182,7 @@ class _RollCallHead:
     def _send_starts(self, nodes: Mapping[int, NodeInfo]) -> None:
         """Tell each node except the head that the run starts, with its number in the run.
 
+        `nodes` contains the nodes by their new numbers. The head has number 0.
         The message also contains the node's index among the nodes on the same host. The index is 0 unless
         this command was started several times on one host.
         """
@@ -340,7 +343,10 @@ class _RollCallHead:
         return f"{self._describe_nodes(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
     def _describe_nodes(self, ranks: list[int]) -> str:
-        """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
+        """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``.
+
+        Users count nodes from 1, while `ranks` count from 0.
+        """
         if len(ranks) == 1:
             return self._node_name(ranks[0])
         node_numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)

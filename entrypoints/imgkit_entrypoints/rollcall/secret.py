@@ -81,7 +81,9 @@ def describe_source(option: str | None, env: Mapping[str, str], *, shared_home: 
 def _find_path(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> Path | None:
     """Return the path of the secret, or None if there is none.
 
-    In a shared home, the file may not exist yet.
+    The sources are, in this order, `option` (the value of ``--secret-file``), a Secret that Kubernetes has
+    mounted, and the file in the home folder. With `shared_home`, that file may not exist yet, because
+    `find_secret` creates it. Without a shared home, each node would create another secret.
     """
     if option:
         return Path(option)

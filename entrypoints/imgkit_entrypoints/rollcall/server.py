@@ -232,7 +232,7 @@ class Server:
         use up the head's descriptors.
         """
         assert self._listener is not None  # noqa: S101 - only an event of the listener leads here
-        for _ in range(MAX_ACCEPTED):
+        for _ in range(MAX_ACCEPTED):  # the limit leaves time for other work, even during a flood
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
@@ -265,6 +265,7 @@ class Server:
         """Read data from a stranger, which is a connection that may not belong to the run.
 
         A valid request to join is appended to `joining`. If anything else arrives, the connection is closed.
+        With a secret, the first line opens the handshake, and the request follows it.
         """
         for line in peer.receive_lines():
             if peer.is_refused:  # ignore what the peer sends until its connection is closed
