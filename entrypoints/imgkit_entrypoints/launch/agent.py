@@ -89,7 +89,7 @@ class NodeAgent:
     ========= =================================== ========================================== ==========
     state     what the agent does                 event                                      next state
     ========= =================================== ========================================== ==========
-    gather    meets the agents of all nodes       all are there, ``--preflight``             preflight
+    meet      meets the agents of all nodes       all are there, ``--preflight``             preflight
                                                   all are there                              start
     preflight measures the node, with the others  the head has judged                        start
     start     waits for the head's order (a spare the head starts an attempt with this node  watch
@@ -97,10 +97,10 @@ class NodeAgent:
                                                   a second signal, or no word after a stop   end
     watch     reports hanging workers, ends a     a stop request, a failure on another node, stop
               start that stalls                   a lost head, a start that stalls
-                                                  the command has ended                      restart
-    stop      waits until the program has saved,  the command has ended                      restart
+                                                  the command has ended                      report
+    stop      waits until the program has saved,  the command has ended                      report
               then ends it by force
-    restart   explains a failure, and reports     reported                                   start
+    report    explains a failure, and reports     reported                                   start
               the end of the attempt to the head
     end       requests a requeue for a new state,
               and returns the exit code
@@ -235,7 +235,7 @@ class NodeAgent:
     @property
     def context(self) -> NodeContext:
         """Return what all attempts on this node share. It exists once the nodes have met."""
-        assert self._context is not None  # noqa: S101 - every state after gather has it
+        assert self._context is not None  # noqa: S101 - every state after `_meet_nodes` has it
         return self._context
 
     @property
@@ -278,7 +278,7 @@ class NodeAgent:
         if isinstance(session, HeadSession):
             self._head_decisions = self._prepare_attempts(session)
         if config.preflight:
-            return self._run_preflight_state
+            return self._run_preflight
         return self._begin_attempts()
 
     def _prepare_attempts(self, session: HeadSession) -> Attempts:
@@ -339,7 +339,7 @@ class NodeAgent:
         if self.session.placement.size is not None or self.config.max_failures:
             self._files.admit_attempt(attempt)
 
-    def _run_preflight_state(self) -> State:
+    def _run_preflight(self) -> State:
         """Measure all nodes, then begin the first attempt without nodes that are too slow or broken.
 
         This state comes after the roll call if the user gave ``--preflight``. Return the next state.
@@ -379,6 +379,7 @@ class NodeAgent:
         order = self._wait_for_attempt()
         if order is None:
             return None
+        # This comes before the new attempt, which replaces `_latest_attempt` and its failure.
         if order.attempt > 1:
             lines = self._describe_failure(of_previous=True)
             if lines:

@@ -176,6 +176,7 @@ class Attempts:
         reason = end_reason(self._failed_attempts, self._max_failures)
         if not reason:
             return ""
+        # The user should also see the failures that `reason` counts, the latest first.
         last_causes = [failure.cause for failure in self._failed_attempts[-2:]]
         return f"{reason} ({'; before that: '.join(reversed(last_causes))})"
 

@@ -90,7 +90,8 @@ class RankRecord:
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the user, without the C++ frames.
 
-        For torchrun itself, only its last error is returned.
+        For torchrun itself (`rank` is None), only its last error is returned. The errors before it led to
+        that one. The text is shortened, so that a message between nodes can carry it.
         """
         error_text = _STACK_IN_CPP.sub("", self.text)
         errors = list(_ERROR.finditer(error_text))
@@ -279,7 +280,8 @@ def limit_lines(text: str) -> tuple[str, ...]:
 def _count_fitting(lines: Sequence[str]) -> int:
     """Return how many of the first `lines` fit into a message between nodes.
 
-    The result leaves room for one more line, which says how many lines are missing.
+    The limits are `MAX_LINES` lines and `MAX_BYTES` bytes of JSON, because the message is JSON. The result
+    leaves room for one more line, which says how many lines are missing.
     """
     size = 0
     for index, line in enumerate(lines):

@@ -80,6 +80,7 @@ class CleanEnvironment:
             resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))  # a program may raise it again
         if not self.tmpdir:
             return
+        # `env` contains the new, short TMPDIR, and `tmpdir` the long folder to which it leads.
         link = PurePath(self.env["TMPDIR"])
         try:
             files.make_links(Path(link.parent), {link.name: self.tmpdir})

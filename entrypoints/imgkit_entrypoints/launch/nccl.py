@@ -98,13 +98,15 @@ class Question:
     def _ask(self, host: str, port: int) -> None:
         """Ask NCCL, and set `lines` to its report, or to the reason why there is no report.
 
-        If no NCCL with RAS is running, `lines` stays empty.
+        If no NCCL with RAS is running, `lines` stays empty. A thread runs this method, while the node agent
+        reads `lines`.
         """
         name = f"NCCL's RAS ({host}:{port})"
         try:
             problems = summarize_answer(_read_answer(host, port))
         except (ConnectionError, socket.gaierror):
             return  # NCCL is older, has no communicator yet, or has ended
+        # TimeoutError is an OSError as well, so it must come before OSError.
         except TimeoutError:
             self.lines = [f"  {name} does not answer"]
         except (OSError, ValueError) as error:

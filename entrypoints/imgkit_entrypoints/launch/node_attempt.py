@@ -358,6 +358,7 @@ class NodeAttempt:
         # explanation.
         if not self._is_asked_to_stop and not self.deadline.has_begun:
             self._log_explanations(self.failure)
+        # A line about the files that torch's flight recorder has written in this attempt, or "".
         dumps = nccl.recorder_dumps(self._node_context.env, self.began_at)
         if dumps:
             self._log(dumps)

@@ -128,8 +128,10 @@ def open_watchdog_files() -> None:
     position = signs = -1
     try:
         stacks_file = _create_private_file(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
+        # Only the main thread: other threads go on running, so their frames cannot be read safely.
         faulthandler.register(STACK_SIGNAL, file=stacks_file, all_threads=False)
-        _open_files.append(stacks_file)
+        _open_files.append(stacks_file)  # the file must stay open, since the handler writes to its descriptor
+        # This file comes last: once it exists, the node agent may ask for a stack.
         with _create_private_file(os.path.join(folder, f"pulse-{rank}")) as pulse_file:  # noqa: PTH118
             pulse_file.write(struct.pack("qqq", os.getpid(), position, signs))
     except OSError:  # for example on a full disk: the program runs, but the watchdog cannot watch it

@@ -465,6 +465,7 @@ class Watchdog:
             # A worker that has reached its first step is connected already.
             if worker.note.position >= 0 or worker.is_connecting or is_late:
                 continue
+            # None means that the worker was not asked for a stack since its last sign of life.
             if worker.stacks_from is None:
                 self._request_stack_if_idle(worker, now)
             else:

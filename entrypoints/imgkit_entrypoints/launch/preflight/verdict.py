@@ -277,6 +277,7 @@ class Report:
         if self.left_out:
             pronoun = "them" if len(self.left_out) > 1 else "it"
             return f"{summary}; the run starts without {pronoun}"
+        # The run starts with its outliers: with few nodes, only lost nodes are excluded.
         if self.passed:
             return f"{summary}; reported only: fewer than {MIN_NODES} nodes have no meaningful median"
         return summary
