@@ -159,7 +159,8 @@ class _RollCallHead:
     def _wait_for_nodes(self, start: float) -> None:
         """Wait until the run can start. From time to time, log which nodes are missing.
 
-        `start` is the time at which the roll call began, on the monotonic clock.
+        `start` is the time at which the roll call began, on the monotonic clock. In a run with spares (nodes
+        that replace lost ones), some nodes may be missing at the end.
 
         Raises
         ------
@@ -447,7 +448,9 @@ def raise_file_limit(nnodes: int) -> None:
     ------
     NoPlan : the hard limit is too low for the nodes.
     """
-    # A process may raise its soft limit up to the hard limit. Only root can raise the hard limit.
+    # `MAX_STRANGERS` connections may not belong to the run, and the node agent itself needs `AGENT_FILES`. A
+    # process may raise its soft limit up to the hard limit. Only root can
+    # raise the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nnodes + MAX_STRANGERS + AGENT_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:

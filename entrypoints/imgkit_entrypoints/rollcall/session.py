@@ -412,6 +412,7 @@ class MemberSession(_Session):
         if self._is_over:
             return []
         self._lines += self._connection.receive_lines()
+        # `_read_events` may set `_is_over`. The last orders of the head are read before its loss is noticed.
         events = self._read_events()
         self._send_heartbeat()
         loss_reason = self._find_loss_reason()
