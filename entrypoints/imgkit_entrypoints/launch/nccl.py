@@ -163,9 +163,7 @@ def summarize_answer(answer: bytes) -> list[str]:
     answer_text = answer[:MAX_ANSWER_BYTES].decode("ascii", "replace")
     _, heading, problems = answer_text.partition(_ERRORS_HEADING)
     if not heading:
-        raise ValueError(
-            "it contains no list of errors"
-        )  # the caller prints this after the name of NCCL's RAS
+        raise ValueError("it contains no list of errors")
     lines = []
     for line in problems.split("\n"):
         # The warnings follow the errors. Drop the heading between the two lists.

@@ -449,8 +449,7 @@ def raise_file_limit(nnodes: int) -> None:
     NoPlan : the hard limit is too low for the nodes.
     """
     # `MAX_STRANGERS` connections may not belong to the run, and the node agent itself needs `AGENT_FILES`. A
-    # process may raise its soft limit up to the hard limit. Only root can
-    # raise the hard limit.
+    # process may raise its soft limit up to the hard limit. Only root can raise the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nnodes + MAX_STRANGERS + AGENT_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:
