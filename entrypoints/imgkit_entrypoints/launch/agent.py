@@ -89,7 +89,7 @@ class NodeAgent:
     ========= =================================== ========================================== ==========
     state     what the agent does                 event                                      next state
     ========= =================================== ========================================== ==========
-    gather    meets the agents of all nodes       all are there, ``--preflight``             preflight
+    meet      meets the agents of all nodes       all are there, ``--preflight``             preflight
                                                   all are there                              start
     preflight measures the node, with the others  the head has judged                        start
     start     waits for the head's order (a spare the head starts an attempt with this node  watch
@@ -97,10 +97,10 @@ class NodeAgent:
                                                   a second signal, or no word after a stop   end
     watch     reports hanging workers, ends a     a stop request, a failure on another node, stop
               start that stalls                   a lost head, a start that stalls
-                                                  the command has ended                      restart
-    stop      waits until the program has saved,  the command has ended                      restart
+                                                  the command has ended                      report
+    stop      waits until the program has saved,  the command has ended                      report
               then ends it by force
-    restart   explains a failure, and reports     reported                                   start
+    report    explains a failure, and reports     reported                                   start
               the end of the attempt to the head
     end       requests a requeue for a new state,
               and returns the exit code
@@ -116,16 +116,16 @@ class NodeAgent:
         self.log = config.log
         self.stop: StopRequest | None = None
         """The request to save and end that is in effect, from this node or any other."""
-        self._signals = CollectedSignals()
+        self._stop_signals = CollectedSignals()
         self._run_folder = RunFolder.from_env(config.command.env, config.log)
         # All nodes share the run's folder, so only the head manages its files.
         own_folder = self._run_folder if config.is_head else None
         self._files = RunFiles(own_folder, config.job_id, config.log)
         self._context: NodeContext | None = None
-        self._attempts: Attempts | None = None
+        self._head_decisions: Attempts | None = None
         """The decisions about attempts. Set on the head only, after the roll call."""
-        self._orders = HeadOrders()
-        self._attempt: NodeAttempt | None = None
+        self._head_orders = HeadOrders()
+        self._latest_attempt: NodeAttempt | None = None
         """The latest attempt in which this node has taken part."""
         self._waiting_deadline = Deadline()
         """Time at which this node stops waiting for the other nodes after its own command has ended."""
@@ -151,7 +151,7 @@ class NodeAgent:
         stop_dir = self.config.command.env.get("IMGKIT_STOP_DIR", "")
         code = EXIT_NO  # for the result file, if an unexpected error ends the run
         with (
-            self._signals.collect(),
+            self._stop_signals.collect(),
             stop_protocol.use_stop_folder(stop_dir, self.config.placement.node_rank) as stop_folder,
             ExitStack() as folders,
         ):
@@ -177,20 +177,21 @@ class NodeAgent:
         this class). Finally, all processes and connections are closed, even if an error was raised.
         """
         failure_lines: tuple[str, ...] = ()
+        # `_close` in `finally` is needed in any case: without it, processes of the command would be left.
         try:
-            state: State | None = self._gather(stop_folder, folders)
+            state: State | None = self._meet_nodes(stop_folder, folders)
             while state:
                 state = state()
             code = self._run_code()
             if code not in GOOD:
-                failure_lines = self._failure_lines()
-            code = self._exit_code(code)
+                failure_lines = self._describe_failure()
+            code = self._choose_exit_code(code)
         except NoPlan:
             # A signal during the roll call or the preflight raises NoPlan as well. The signal is then no
             # failure to report, and the exit code is 128 plus its number, as in a shell.
-            if not self._signals.received:
+            if not self._stop_signals.received:
                 raise
-            code = 128 + self._signals.received[0]
+            code = 128 + self._stop_signals.received[0]
         finally:
             self._close()
         # Printed after the summary in `_close`, so that the error is the last thing that the user sees.
@@ -201,8 +202,8 @@ class NodeAgent:
     def _close(self) -> None:
         """End all processes of this node and its connections. On the head, print the summary of the run."""
         self._gpu_monitor.close()
-        if self._attempt:
-            self._attempt.close()
+        if self._latest_attempt:
+            self._latest_attempt.close()
         if self._context is None:  # the roll call has failed
             return
         self.session.close()
@@ -215,16 +216,16 @@ class NodeAgent:
         If one of the two is unknown, the line contains only the other. If both are unknown, nothing is
         printed.
         """
-        parts = []
+        summaries = []
         time_summary = self._step_timer.summary(session.placement.nnodes)
         if time_summary:
-            parts.append(time_summary)
+            summaries.append(time_summary)
         # This also updates the file with the GPU use in the run's folder.
         use = self._files.write_gpu_use(session)
         if use:
-            parts.append(gpu_use.describe(use))
-        if parts:
-            self.log("; ".join(parts))
+            summaries.append(gpu_use.describe(use))
+        if summaries:
+            self.log("; ".join(summaries))
 
     @property
     def session(self) -> Session:
@@ -234,17 +235,17 @@ class NodeAgent:
     @property
     def context(self) -> NodeContext:
         """Return what all attempts on this node share. It exists once the nodes have met."""
-        assert self._context is not None  # noqa: S101 - every state after gather has it
+        assert self._context is not None  # noqa: S101 - every state after `_meet_nodes` has it
         return self._context
 
     @property
     def running_attempt(self) -> NodeAttempt | None:
         """Return the attempt whose command runs on this node, or None between attempts."""
-        if self._attempt and self._attempt.is_running:
-            return self._attempt
+        if self._latest_attempt and self._latest_attempt.is_running:
+            return self._latest_attempt
         return None
 
-    def _gather(self, stop_folder: Path, folders: ExitStack) -> State:
+    def _meet_nodes(self, stop_folder: Path, folders: ExitStack) -> State:
         """Meet the agents of all nodes in the roll call, and return the next state.
 
         In the roll call, every node connects to the head (the node with rank 0) and reports facts about
@@ -258,7 +259,7 @@ class NodeAgent:
             config.node,
             timeout_s=config.timeouts.rollcall_s,
             log=self.log,
-            stop_reason=self._signals.first_name,
+            stop_reason=self._stop_signals.first_name,
             secret=config.secret,
             all_reach_head=config.command.is_per_node,
         )
@@ -268,16 +269,16 @@ class NodeAgent:
         self._context = NodeContext(
             config=config,
             session=session,
-            env=self._command_env(stop_folder),
+            env=self._make_command_env(stop_folder),
             open_files=self._open_files,
             stop_folder=stop_folder,
             log_folder=self._log_folder(),
             folders=folders,
         )
         if isinstance(session, HeadSession):
-            self._attempts = self._prepare_attempts(session)
+            self._head_decisions = self._prepare_attempts(session)
         if config.preflight:
-            return self._preflight
+            return self._run_preflight
         return self._begin_attempts()
 
     def _prepare_attempts(self, session: HeadSession) -> Attempts:
@@ -297,7 +298,7 @@ class NodeAgent:
             is_per_node=self.config.command.is_per_node,
         )
 
-    def _command_env(self, stop_folder: Path) -> Mapping[str, str]:
+    def _make_command_env(self, stop_folder: Path) -> Mapping[str, str]:
         """Return the environment of the command. It is the same in every attempt of the run.
 
         IMGKIT_STOP_DIR is the stop folder, in which the node agent and the program exchange files.
@@ -338,7 +339,7 @@ class NodeAgent:
         if self.session.placement.size is not None or self.config.max_failures:
             self._files.admit_attempt(attempt)
 
-    def _preflight(self) -> State:
+    def _run_preflight(self) -> State:
         """Measure all nodes, then begin the first attempt without nodes that are too slow or broken.
 
         This state comes after the roll call if the user gave ``--preflight``. Return the next state.
@@ -351,7 +352,7 @@ class NodeAgent:
             module=self.config.preflight,
             env=self.context.env,
             open_files=self._open_files,
-            signals=self._signals,
+            signals=self._stop_signals,
             log=self.log,
             folder=folder.path if folder else None,
             spares=placement.nnodes - placement.size.training if placement.size else 0,
@@ -365,8 +366,8 @@ class NodeAgent:
 
         Nodes in `excluded` take no part in the run.
         """
-        if self._attempts:
-            self._attempts.start(excluded)
+        if self._head_decisions:
+            self._head_decisions.start(excluded)
         return self._start
 
     def _start(self) -> State | None:
@@ -378,38 +379,40 @@ class NodeAgent:
         order = self._wait_for_attempt()
         if order is None:
             return None
+        # This comes before the new attempt, which replaces `_latest_attempt` and its failure.
         if order.attempt > 1:
-            lines = self._failure_lines(of_previous=True)
+            lines = self._describe_failure(of_previous=True)
             if lines:
                 self.log(*lines)
         if order.node_rank is not None:
             return self._start_attempt(order, order.node_rank)
-        if self._attempt:
+        if self._latest_attempt:
             # The failure was printed above. This node does not take part in the next attempt, so it must not
             # print the failure again.
-            self._attempt.failure = None
+            self._latest_attempt.failure = None
         return self._start
 
     def _wait_for_attempt(self) -> AttemptStart | None:
         """Wait until the head orders an attempt, and return the order.
 
-        An attempt is one start of the command on all nodes, and only the head (node 0) decides about it.
-        Return None if this node should leave instead: the head has ended the run or is lost, the user has
-        sent a second stop signal, or the other nodes take too long to stop.
+        An attempt is one start of the command on all nodes, and only the head (node 0) decides about it. A
+        spare (a node that may replace a lost one) waits here during whole attempts. Return None if this node
+        should leave instead: the head has ended the run or is lost, the user has sent a second stop signal,
+        or the other nodes take too long to stop.
         """
-        orders = self._orders
+        orders = self._head_orders
         report_at = math.inf  # time of the message that the head's command still runs
         if self._has_ended_first():
             report_at = time.monotonic() + ALONE_S
-        self._waiting_deadline = Deadline()
+        self._waiting_deadline = Deadline()  # no time limit, unless a stop was requested
         if self.stop:
             self._limit_waiting()
-        self._handle_events()
+        self._handle_events()  # this stores orders of the head in `orders`, and may set `stop`
         while orders.next_attempt is None:
             is_run_over = orders.run_code is not None or orders.is_head_lost
-            if is_run_over or self._signals.is_repeated:
+            if is_run_over or self._stop_signals.is_repeated:
                 return None
-            self._wait(self._signals)
+            self._wait(self._stop_signals)
             self._handle_events()
             if time.monotonic() >= report_at:
                 report_at = math.inf  # print the message only once
@@ -431,29 +434,33 @@ class NodeAgent:
         This is only relevant with ``--per-node``. For example, `ray symmetric-run` returns 0 even if Ray has
         failed on its node. The user should learn of it if the head's command goes on for long.
         """
-        if not self.config.command.is_per_node or self.config.is_head or self._attempt is None:
+        if not self.config.command.is_per_node or self.config.is_head or self._latest_attempt is None:
             return False
         # If the deadline has begun, the command did not end by itself: the node agent has ended it.
-        return self._attempt.code == 0 and not self._attempt.deadline.has_begun
+        return self._latest_attempt.code == 0 and not self._latest_attempt.deadline.has_begun
 
     def _start_attempt(self, order: AttemptStart, node_rank: int) -> State:
         """Start the command of an attempt, and return the next state.
 
-        If the head has cancelled the attempt since it ordered the start, start nothing.
+        If the head has cancelled the attempt since it ordered the start, start nothing: the next state then
+        reports the attempt as ended, for which the head waits. `node_rank` is the rank of this node in the
+        attempt, which may differ between attempts.
         """
-        attempt = self._attempt = NodeAttempt(self.context, order, node_rank)
+        attempt = self._latest_attempt = NodeAttempt(self.context, order, node_rank)
         if self.stop:  # the stop request arrived before this node received the order
             attempt.request_stop(self.stop.reason)
+        # This removes the notes of the previous attempt, so it must come before the start of the workers.
         first_attempt_s = self._step_timer.start_attempt(self.context.stop_folder)
-        if order.attempt <= self._orders.cancelled_attempt:
-            return self._restart
+        if order.attempt <= self._head_orders.cancelled_attempt:
+            return self._report_end
         start_up = self._start_up
-        # The steps before torchrun, such as the roll call, happen only once. A later attempt begins now.
+        # `start_up` measures the parts of the start for the workers. The steps before torchrun, such as the
+        # roll call, happen only once, so the start of a later attempt is measured from now.
         if order.attempt > 1:
             start_up = StartUp(time.monotonic())
         attempt.start(start_up.variables(first_attempt_s))
-        if order.attempt > 1 and self._attempts:
-            self._log_restart(self._attempts.failed_at)
+        if order.attempt > 1 and self._head_decisions:
+            self._log_restart(self._head_decisions.failed_at)
         return self._stop if self.stop else self._watch
 
     def _log_restart(self, failed_at: float) -> None:
@@ -467,39 +474,41 @@ class NodeAgent:
 
     def _watch(self) -> State:
         """Watch the command until it ends, or until it must be stopped. Return the next state."""
-        attempt = self._current_attempt()
+        attempt = self._get_attempt()
         while self._supervise_tick(attempt):
+            # A lost head, a failure on another node or a stalled start sets the deadline, without a stop
+            # request.
             if self.stop or attempt.deadline.is_set:
                 return self._stop
-        return self._restart
+        return self._report_end
 
     def _stop(self) -> State:
         """Wait until the program has saved and ended. After the deadline, end it by force.
 
         Force means several signals, some seconds apart. Return the next state.
         """
-        attempt = self._current_attempt()
+        attempt = self._get_attempt()
         while self._supervise_tick(attempt):
             attempt.end_when_due()
-        return self._restart
+        return self._report_end
 
-    def _current_attempt(self) -> NodeAttempt:
+    def _get_attempt(self) -> NodeAttempt:
         """Return the latest attempt. Only states after `_start_attempt` call this."""
-        assert self._attempt is not None  # noqa: S101 - `_start_attempt` has set it
-        return self._attempt
+        assert self._latest_attempt is not None  # noqa: S101 - `_start_attempt` has set it
+        return self._latest_attempt
 
     def _supervise_tick(self, attempt: NodeAttempt) -> bool:
         """Wait up to one tick (`TICK_S`), and react to the command, the other nodes and the workers.
 
         Return False once no process of the command is left.
         """
-        self._wait(attempt, self._signals)
+        self._wait(attempt, self._stop_signals)
         if not attempt.read_reports():
             return False
         self._handle_events()
         attempt.check_workers()
         # The head's torchrun serves the store that the other nodes use, so it must exit last.
-        if self._attempts and self._attempts.have_others_ended():
+        if self._head_decisions and self._head_decisions.have_others_ended():
             stop_protocol.release_torchrun(self.context.stop_folder)
         self._report_lost_output()
         if time.time() - attempt.began_at >= gpu_use.START_AFTER_S:
@@ -525,18 +534,18 @@ class NodeAgent:
             self._is_output_lost = True
             self.log(f"standard output is closed or full ({reason}): output of the ranks is lost")
 
-    def _restart(self) -> State:
+    def _report_end(self) -> State:
         """Finish an attempt on this node: explain a failure, and report the end to the head (node 0).
 
         Return the state in which this node waits for the head's next order. The head may start another
         attempt, or end the run.
         """
-        attempt = self._current_attempt()
+        attempt = self._get_attempt()
         has_run = attempt.is_running  # False if the head has cancelled the attempt before its start
         if has_run:
             self._finish_attempt(attempt)
         self._step_timer.end_attempt(self.context.stop_folder)
-        self.session.positions = None
+        self.session.positions = None  # heartbeats must no longer contain the positions of ended workers
         # The other nodes must not take the head for lost while it runs this function.
         if has_run and attempt.code in GOOD and self.config.is_head and self.config.on_success:
             self._run_while_connected(self.config.on_success)
@@ -545,10 +554,10 @@ class NodeAgent:
 
     def _finish_attempt(self, attempt: NodeAttempt) -> None:
         """Collect the results of an attempt whose command has ended, and explain a failure to the user."""
-        received = self._signals.received
+        received = self._stop_signals.received
         attempt.finish(
             received_signal=received[0] if received else None,
-            is_head_lost=self._orders.is_head_lost,
+            is_head_lost=self._head_orders.is_head_lost,
         )
         self._report_lost_output()
         self._report_gpu_use()
@@ -565,16 +574,17 @@ class NodeAgent:
         thread.join(0.1)  # a function that ends at once need not wait for a whole tick
         deadline = time.monotonic() + ON_SUCCESS_S
         while thread.is_alive() and time.monotonic() < deadline:
-            self._wait(self._signals)
+            self._wait(self._stop_signals)
             self._handle_events()
 
-    def _failure_lines(self, *, of_previous: bool = False) -> tuple[str, ...]:
+    def _describe_failure(self, *, of_previous: bool = False) -> tuple[str, ...]:
         """Return the lines about a failed run that are printed last, so that the user sees them first.
 
         The head (the node with rank 0) describes the failure that came first on any node. Every other node
-        prints one line about its own worker. With `of_previous`, the lines are about the previous attempt.
+        prints one line about its own worker. Return () if no failure is known. With `of_previous`, the lines
+        are about the previous attempt.
         """
-        attempt, memory = self._attempt, self.config.command.memory
+        attempt, memory = self._latest_attempt, self.config.command.memory
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
         if attempt and attempt.stall_reason:
             return (attempt.stall_reason,)
@@ -585,7 +595,7 @@ class NodeAgent:
         if attempt is None or attempt.failure is None:
             return ()
         name = self.context.node_name
-        if self._orders.is_head_lost:  # the head cannot describe the failure any more
+        if self._head_orders.is_head_lost:  # the head cannot describe the failure any more
             return failures.describe_failure(attempt.failure, name, memory=memory)
         return (failures.summarize_failure(attempt.failure, name),)
 
@@ -595,18 +605,19 @@ class NodeAgent:
         If the head has not announced a code, for example because a signal came first, return the code of this
         node.
         """
-        if self._orders.run_code is not None:
-            return self._orders.run_code
-        if self._orders.is_head_lost:
+        if self._head_orders.run_code is not None:
+            return self._head_orders.run_code
+        if self._head_orders.is_head_lost:
             return EXIT_TOOL_FAILED
-        node_code = self._attempt.code if self._attempt else EXIT_NO
+        # No attempt means that this node has run no command, for example because it is a spare.
+        node_code = self._latest_attempt.code if self._latest_attempt else EXIT_NO
         # A program that gets a signal saves and ends. The job must then be requeued, so the code for a saved
         # state (85) takes precedence over the code of the signal.
-        if self._signals.received and node_code != EXIT_SAVED:
-            return 128 + self._signals.received[0]
+        if self._stop_signals.received and node_code != EXIT_SAVED:
+            return 128 + self._stop_signals.received[0]
         return node_code
 
-    def _exit_code(self, run_code: int) -> int:
+    def _choose_exit_code(self, run_code: int) -> int:
         """Return the exit code of this process, which may differ from the exit code of the run.
 
         If the run has saved its state, also ask the job script to requeue the job. If the run has succeeded
@@ -627,7 +638,7 @@ class NodeAgent:
         """
         if self.stop and not self.stop.requeue:
             return 0
-        return self._files.request_requeue(self._attempt.saved_state if self._attempt else "")
+        return self._files.request_requeue(self._latest_attempt.saved_state if self._latest_attempt else "")
 
     def _wait(self, *sources: Readable) -> None:
         """Wait until a message or one of `sources` can be read.
@@ -636,7 +647,7 @@ class NodeAgent:
         """
         left_s = max(0.0, self._deadline.at - time.monotonic())
         self.session.wait(sources, min(TICK_S, left_s))
-        self._signals.drain()
+        self._stop_signals.drain()
 
     @property
     def _deadline(self) -> Deadline:
@@ -665,20 +676,20 @@ class NodeAgent:
         """
         for event in self.session.poll():
             self._handle_event(event)
-        self._handle_signals()
+        self._handle_signals()  # this and the stop file may set `stop`, which `check` below gets
         # The request stays in the folder. It is new only if it takes precedence over the current one.
         request = self._files.stop_request()
         if request and request.takes_precedence(self.stop):
             self._stop_all(request)
-        if self._attempts:
-            self._attempts.check(stopped=self.stop is not None)
+        if self._head_decisions:
+            self._head_decisions.check(stopped=self.stop is not None)
 
     def _handle_signals(self) -> None:
         """Ask all nodes to stop after the first stop signal. End the command at once after a second one."""
-        if self._signals.is_repeated and not self._deadline.is_forced:
+        if self._stop_signals.is_repeated and not self._deadline.is_forced:
             self._deadline.set_within(0.0, "a second signal")
-        elif self._signals.received and not self.stop:
-            self._stop_all(StopRequest(reason=self._signals.first_name(), requeue=True))
+        elif self._stop_signals.received and not self.stop:
+            self._stop_all(StopRequest(reason=self._stop_signals.first_name(), requeue=True))
 
     def _handle_event(self, event: Event) -> None:
         """React to one message from another node.
@@ -690,17 +701,17 @@ class NodeAgent:
                 reason = f"{event.reason} on {event.node}"
                 self.request_stop(StopRequest(reason=reason, requeue=event.requeue))
             case AttemptStart():
-                self._orders.next_attempt = event
+                self._head_orders.next_attempt = event
             case EndAttempt():
-                self._orders.cancelled_attempt = event.attempt
+                self._head_orders.cancelled_attempt = event.attempt
                 if self.running_attempt:
                     self._deadline.set_now(event.reason)
             case HeadLost():
-                self._orders.is_head_lost = True
+                self._head_orders.is_head_lost = True
                 self.log(f"lost {event.node}: {event.reason}")
                 self._deadline.set_now(f"lost {event.node}")
             case EndRun():
-                self._orders.run_code = event.code
+                self._head_orders.run_code = event.code
 
     def _stop_all(self, request: StopRequest) -> None:
         """Pass a stop request of this node on to all other nodes, and stop this one."""

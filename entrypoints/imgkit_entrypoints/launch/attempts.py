@@ -119,12 +119,12 @@ class Attempts:
         self._ranks: Mapping[int, int] = {}
         """Node ranks in the current attempt, by node number."""
         self._started_at = 0.0
-        self._failures: list[FailedAttempt] = []
+        self._failed_attempts: list[FailedAttempt] = []
         self._failure: FailedAttempt | None = None
         """The first failure of the current attempt, or None if nothing has failed."""
         self._is_cancelled = False
         """True once the head has told all nodes to end the current attempt."""
-        self._excluded: set[int] = set()
+        self._excluded_nodes: set[int] = set()
         """Numbers of the nodes that the preflight has excluded because they are slow or broken."""
         self._logged_losses: set[int] = set()
         self._is_over = False
@@ -137,14 +137,18 @@ class Attempts:
         An attempt is one start of the command on all nodes that train. The nodes in `excluded` take part
         neither in this attempt nor in later ones.
 
+        Each node has a number from the roll call, in which the nodes met. The number never changes, while the
+        node rank may differ between attempts.
+
         Raises
         ------
         NoPlan : no port is free.
         """
-        self._excluded |= set(excluded)
-        alive = [number for number in self._session.alive if number not in self._excluded]
-        reason = self._end_reason(len(alive))
+        self._excluded_nodes |= set(excluded)
+        alive = [number for number in self._session.alive if number not in self._excluded_nodes]
+        reason = self._find_end_reason(len(alive))
         if reason:
+            # Without a failure, nodes were lost or excluded before the first attempt.
             code = self._failure.code if self._failure else EXIT_TOOL_FAILED
             self._end_run(reason, code)
             return
@@ -153,24 +157,27 @@ class Attempts:
         if self._number == 1:  # nothing has changed yet, so only spares are worth a message
             self._log_spares([number for number in alive if number not in ranks])
         else:
-            changes = self._rank_changes(ranks)
+            changes = self._describe_rank_changes(ranks)
             self._log(f"attempt {self._number} starts with {count_text(len(ranks), 'node')}{changes}")
+        # `_describe_rank_changes` has compared with the old ranks, so they are replaced only now.
         self._ranks, self._started_at = ranks, time.monotonic()
         self._failure, self._is_cancelled = None, False
+        # This must come before the order to start: workers of this attempt may write as soon as they run.
         self._on_start(self._number)
         self._session.start_attempt(self._number, ranks)
 
-    def _end_reason(self, nodes: int) -> str:
+    def _find_end_reason(self, nodes: int) -> str:
         """Return why no further attempt can start with `nodes` nodes alive, or "" if one can start.
 
         For example, too few nodes are left, or two attempts have failed at the same step.
         """
         if nodes < self._size.training:
             return f"{count_text(nodes, 'node')} left, and the run needs {self._size.training}"
-        reason = end_reason(self._failures, self._max_failures)
+        reason = end_reason(self._failed_attempts, self._max_failures)
         if not reason:
             return ""
-        last_causes = [failure.cause for failure in self._failures[-2:]]
+        # The user should also see the failures that `reason` counts, the latest first.
+        last_causes = [failure.cause for failure in self._failed_attempts[-2:]]
         return f"{reason} ({'; before that: '.join(reversed(last_causes))})"
 
     def check(self, *, stopped: bool) -> None:
@@ -179,7 +186,7 @@ class Attempts:
         An attempt is one start of the command on all nodes that train. The head (the node with rank 0) calls
         this about once a second. `stopped` is True if a stop of the run was requested.
         """
-        if self._is_over or not self._ranks:
+        if self._is_over or not self._ranks:  # without ranks, no attempt has started yet
             return
         has_new_losses = len(self._session.lost) != len(self._logged_losses)
         if not self._session.reports and not has_new_losses and self._failure is None:
@@ -189,7 +196,7 @@ class Attempts:
         if self._is_per_node and results.codes.get(HEAD) in GOOD:
             self._end_after_head(results)
         else:
-            self._handle_failure(results, stopped=stopped)
+            self._handle_failure(results, stopped=stopped)  # this may set `_failure`, which is read below
         # Wait until the attempt is over on every node, since its workers would disturb the next attempt.
         if results.ended_nodes != self._ranks.keys():
             return
@@ -201,16 +208,17 @@ class Attempts:
     def _collect_results(self) -> _AttemptResults:
         """Return what the nodes of the current attempt have reported, and which of them are lost.
 
-        A node that reported success and was lost afterwards counts as a success.
+        Spares are left out, since they have no rank in the attempt. A node that reported success and was lost
+        afterwards counts as a success.
         """
         codes: dict[int, int] = {}
         failed: dict[int, int] = {}
-        for number, report in self._session.reports.items():  # in the order in which they arrived
-            if number in self._ranks:
-                codes[number] = report.code
+        for node_number, report in self._session.reports.items():  # in the order in which they arrived
+            if node_number in self._ranks:
+                codes[node_number] = report.code
                 if report.code not in GOOD:
-                    failed[number] = report.code
-        lost = {number for number in self._session.lost if number in self._ranks}
+                    failed[node_number] = report.code
+        lost = {node_number for node_number in self._session.lost if node_number in self._ranks}
         succeeded = codes.keys() - failed.keys()
         return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
 
@@ -219,20 +227,25 @@ class Attempts:
 
         After a stop request, a failed worker does not end the attempt, because the other nodes may still
         save. A lost node does end it: without that node, no other node can save.
+
+        `check` calls this method about once a second. `results` contains the reports that have arrived until
+        now.
         """
         if self._failure is None and (results.lost or results.failed):
+            # `_make_first_failure` and `_is_cause_known` read `failed_at`, so it is set first.
             self.failed_at = time.monotonic()
-            self._failure = self._first_failure(results)
+            self._failure = self._make_first_failure(results)
+        # Once cancelled, the nodes have the order to end. It must not be sent again in each call.
         if self._failure is None or self._is_cancelled:
             return
         # With --per-node, the exit code of the run is that of the head's command.
         if self._is_per_node and HEAD in results.failed:
             self._failure = dataclasses.replace(self._failure, code=results.failed[HEAD])
-        if results.lost or (not stopped and self._has_cause(results.failed)):
+        if results.lost or (not stopped and self._is_cause_known(results.failed)):
             self._is_cancelled = True
             self._session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
 
-    def _first_failure(self, results: _AttemptResults) -> FailedAttempt:
+    def _make_first_failure(self, results: _AttemptResults) -> FailedAttempt:
         """Return the failure that the head has just noticed.
 
         The result contains the cause, such as a lost node, and the position of the furthest worker. Its exit
@@ -240,7 +253,7 @@ class Attempts:
         """
         positions = self._session.run_positions  # of the slowest and the furthest worker
         return FailedAttempt(
-            cause=self._cause(results),
+            cause=self._tell_cause(results),
             position=positions[1] if positions else None,
             after_s=self.failed_at - self._started_at,
             code=EXIT_TOOL_FAILED if results.lost else next(iter(results.failed.values())),
@@ -255,7 +268,7 @@ class Attempts:
         if self._is_cancelled:  # the nodes already have the order to end, for this reason or after a failure
             return
         if results.lost or results.failed:
-            self._log(f"{self._cause(results)}; the head's command has succeeded, and its code counts")
+            self._log(f"{self._tell_cause(results)}; the head's command has succeeded, and its code counts")
         self._failure, self._is_cancelled = None, True
         self._session.send_all(EndAttempt(attempt=self._number, reason="the head's command has ended"))
 
@@ -272,22 +285,25 @@ class Attempts:
     ) -> None:
         """Record a failed attempt that is over on all nodes.
 
-        Afterwards, start another attempt. If a stop of the run was requested, end the run instead.
+        Afterwards, start another attempt. If a stop of the run was requested, end the run instead. `failure`
+        is the first failure of the attempt.
         """
         cause = failure.cause
         # If a node was lost in the meantime, its loss explains why workers of other nodes have failed.
         if results.lost:
-            cause = self._cause(dataclasses.replace(results, failed={}))
+            cause = self._tell_cause(dataclasses.replace(results, failed={}))
+        # A position says how far a worker has come. `_find_end_reason` compares the steps of two failures, so
+        # the furthest position of all nodes counts. Some nodes report theirs only at the end.
         positions = [failure.position]
         positions += [self._session.reports[number].position for number in results.codes]
         furthest = max((position for position in positions if position is not None), default=None)
-        self._failures.append(dataclasses.replace(failure, cause=cause, position=furthest))
+        self._failed_attempts.append(dataclasses.replace(failure, cause=cause, position=furthest))
         if stopped:
-            self._end_run("a stop was requested", self._stopped_code(failure, results))
+            self._end_run("a stop was requested", self._choose_stopped_code(failure, results))
         else:
             self.start()
 
-    def _stopped_code(self, failure: FailedAttempt, results: _AttemptResults) -> int:
+    def _choose_stopped_code(self, failure: FailedAttempt, results: _AttemptResults) -> int:
         """Return the exit code of a run that was asked to stop and in which a node has failed.
 
         A saved state takes precedence over the failure, so that the job is requeued and continues from that
@@ -316,9 +332,10 @@ class Attempts:
         self._session.send_all(EndRun(code=code))
         self._is_over = True
 
-    def _has_cause(self, failed_nodes: Collection[int]) -> bool:
+    def _is_cause_known(self, failed_nodes: Collection[int]) -> bool:
         """Return whether the head knows the cause of the failure, given the reports of `failed_nodes`.
 
+        The nodes are given by their numbers from the roll call, in which the nodes met.
         If these nodes only report that another rank is gone, return False, so that the head waits for the
         report of that rank. With ``--per-node``, return False until the head's command has failed, so that
         its exit code can still arrive. After `PEER_FAILED_S` seconds, return True in any case.
@@ -327,9 +344,10 @@ class Attempts:
             return True
         if self._is_per_node and HEAD not in failed_nodes:
             return False
-        for number in failed_nodes:
-            failure = self._session.reports[number].failure
-            # Without a known failure, nothing says that the cause is on another node.
+        for node_number in failed_nodes:
+            failure = self._session.reports[node_number].failure
+            # `after_peer` is True if the error only says that another rank is gone. Without a known failure,
+            # nothing says that the cause is on another node.
             if failure is None or not failure.after_peer:
                 return True
         return False
@@ -349,7 +367,7 @@ class Attempts:
             role = "" if number in self._ranks else ", a spare"
             self._log(f"lost {self._session.node_name(number)}{role}: {self._session.lost[number]}")
 
-    def _cause(self, results: _AttemptResults) -> str:
+    def _tell_cause(self, results: _AttemptResults) -> str:
         """Return the text about the lost and failed nodes of `results`, from `describe_cause`."""
         name, reasons = self._session.node_name, self._session.lost
         return describe_cause(
@@ -365,16 +383,16 @@ class Attempts:
         self._session.send_all(EndRun(code=code))
         self._is_over = True
 
-    def _rank_changes(self, ranks: Mapping[int, int]) -> str:
+    def _describe_rank_changes(self, ranks: Mapping[int, int]) -> str:
         """Return the end of a message about nodes with a new rank, such as ``; n4 takes rank 1``.
 
         Return "" if all ranks are unchanged.
         """
-        text = ""
+        changes = ""
         for number, rank in sorted(ranks.items(), key=operator.itemgetter(1)):
             if self._ranks.get(number) != rank:
-                text += f"; {self._session.node_name(number)} takes rank {rank}"
-        return text
+                changes += f"; {self._session.node_name(number)} takes rank {rank}"
+        return changes
 
 
 class StartWatch:
@@ -389,7 +407,7 @@ class StartWatch:
         self._session, self._limit_s = session, max(limit_s, MIN_START_S)
         self._phase = ""
         """Phase of the start to which the time limit applies now, or "" if it applies to none."""
-        self._since = 0.0
+        self._phase_since = 0.0
         """Time of the last change of `_phase`, on the monotonic clock."""
 
     def find_stall_reason(self) -> str:
@@ -398,14 +416,14 @@ class StartWatch:
         The time counts from the moment at which all nodes have reached the same waiting phase.
         """
         now = time.monotonic()
-        phase = self._limited_phase()
+        phase = self._find_limited_phase()
         if phase != self._phase:
-            self._phase, self._since = phase, now
-        if not phase or now - self._since < self._limit_s:
+            self._phase, self._phase_since = phase, now
+        if not phase or now - self._phase_since < self._limit_s:
             return ""
         return self._describe_stall(phase)
 
-    def _limited_phase(self) -> str:
+    def _find_limited_phase(self) -> str:
         """Return the phase of the start to which the time limit applies now, or "" if it applies to none.
 
         The limit applies to the rendezvous once every node has reached it. Until then, a node may still be
@@ -425,9 +443,9 @@ class StartWatch:
         it.
         """
         waiting = []
-        for number, node_phase in self._session.phases.items():
+        for node_number, node_phase in self._session.phases.items():
             if node_phase == phase:
-                waiting.append(self._session.node_name(number))
+                waiting.append(self._session.node_name(node_number))
         names = join_names(waiting, MAX_NAMED)
         if phase == RENDEZVOUS:
             problem = (
@@ -459,7 +477,7 @@ def assign_ranks(alive: Collection[int], nnodes: int, previous: Mapping[int, int
     nnodes : number of nodes that train.
     previous : node ranks of the previous attempt, by node number. Empty before the first attempt.
     """
-    if len(alive) < nnodes:
+    if len(alive) < nnodes:  # every rank is needed, since torchrun allows no gaps
         return {}
     ranks = {number: rank for number, rank in previous.items() if number in alive}
     free_ranks = sorted(set(range(nnodes)) - set(ranks.values()))
@@ -472,7 +490,8 @@ def assign_ranks(alive: Collection[int], nnodes: int, previous: Mapping[int, int
 def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
     """Return why the run ends after the last of `failures`, or "" if another attempt may start.
 
-    The run ends after more than `max_failures` failures. It also ends after two failures in a row at the same
+    `failures` contains all failed attempts of the run, the latest last. The run ends after more than
+    `max_failures` failures. It also ends after two failures in a row at the same
     step, or before the first step and within `QUICK_S` seconds of the start. A third attempt would fail in
     the same way.
     """
@@ -484,7 +503,7 @@ def end_reason(failures: Sequence[FailedAttempt], max_failures: int) -> str:
     if len(failures) < 2:
         return ""
     previous, last = failures[-2:]
-    if previous.step != last.step:
+    if previous.step != last.step:  # they failed at different places, so another attempt may get further
         return ""
     if last.step is not None:
         return f"two failures in a row at step {last.step}; a new attempt would fail there as well"

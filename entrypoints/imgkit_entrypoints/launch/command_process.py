@@ -116,13 +116,13 @@ class CommandProcess:
         ToolFailed : the command cannot be started.
         """
         try:
-            data = os.read(self._status, 4096)
+            received = os.read(self._status, 4096)
         except BlockingIOError:
             return True
-        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        *lines, self._buffer = (self._buffer + received).split(b"\n")
         for line in lines:
             self._handle_report(line.decode())
-        return bool(data)  # no data means end of file: the guard and everything below it have ended
+        return bool(received)  # no data means end of file: the guard and everything below it have ended
 
     def send_step(self, step: str) -> None:
         """Tell the guard to take one step that ends the command: ``signal N``, ``terminate`` or ``kill``."""
@@ -156,27 +156,27 @@ class CommandProcess:
         ``clean`` lists the processes that were still running when the command had ended, and that the guard
         has killed.
         """
-        event, _, value = line.partition(" ")
+        event, _, detail = line.partition(" ")
         match event:
             case "started":
-                if value.endswith(" alone"):  # the guard could not become a subreaper
+                if detail.endswith(" alone"):  # the guard could not become a subreaper
                     self._log(
                         "warning: the guard cannot adopt orphaned processes on this machine; a killed "
                         "torchrun may leave some running"
                     )
             case "failed":
                 raise ToolFailed(
-                    f"the program cannot be started: {value}",
+                    f"the program cannot be started: {detail}",
                     where=self._argv[0],
                     hint="check that the image contains it; dist-env shows what the image has",
                 )
             case "exit":
-                self.code = int(value)
+                self.code = int(detail)
             case "clean":
-                if value and not self._is_forced:
-                    self._log_remaining(value)
+                if detail and not self._is_forced:
+                    self._log_remaining(detail)
             case "stuck":
-                self._log(f"these processes hang in the kernel and cannot be killed: {value}")
+                self._log(f"these processes hang in the kernel and cannot be killed: {detail}")
 
     def _log_remaining(self, names: str) -> None:
         """Print the names of processes that the command left running, and that the guard has ended."""
@@ -207,20 +207,21 @@ class _Copier(threading.Thread):
         self._chunks: deque[bytes] = deque()
         self._size = 0
         self._has_warned = has_warned
-        self._in_line = self._is_hidden = False
+        self._is_inside_line = self._is_hidden = False
 
     def run(self) -> None:
         """Copy the command's error output until every process has closed its end of the pipe.
 
+        This is the body of the thread. The node agent reads the kept output with `tail`.
         Everything is kept for the log of a failed run, but only the visible lines are printed.
         """
         can_write = True
         while True:
-            data = os.read(self._source.fileno(), 65536)
-            if not data:
+            output = os.read(self._source.fileno(), 65536)
+            if not output:  # every process has closed its end of the pipe
                 return
-            self._keep(data)
-            visible = b"".join(self._visible_lines(data))
+            self._keep(output)
+            visible = b"".join(self._filter_visible_lines(output))
             try:
                 # A write may accept only a part of the data, for example if a pipe is full. Descriptor 2 is
                 # standard error.
@@ -240,13 +241,15 @@ class _Copier(threading.Thread):
         """Return the last `TAIL_BYTES` of the output."""
         return b"".join(tuple(self._chunks))[-TAIL_BYTES:]
 
-    def _visible_lines(self, data: bytes) -> Iterator[bytes]:
+    def _filter_visible_lines(self, data: bytes) -> Iterator[bytes]:
         """Yield the lines, or parts of lines, in `data` that the user should see.
 
         Lines that are only for the log are skipped, such as a traceback that the node agent prints later.
+        `data` is the next piece of the output. It may begin or end within a line, so the attributes
+        `_is_inside_line` and `_is_hidden` keep the state between two calls.
         """
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
-            if self._in_line:
+            if self._is_inside_line:
                 pass  # the first part of this line was in earlier data, and has set `_is_hidden`
             elif _NO_HOST_NAME in line:  # only the first such line is shown
                 self._is_hidden = self._has_warned
@@ -257,7 +260,7 @@ class _Copier(threading.Thread):
                 self._is_hidden = _LOG_ONLY.match(line) is not None
             if not self._is_hidden:
                 yield line
-            self._in_line = not line.endswith(b"\n")
+            self._is_inside_line = not line.endswith(b"\n")
 
 
 END_STEP_S = 5.0

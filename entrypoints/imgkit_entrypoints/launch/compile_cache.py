@@ -63,6 +63,7 @@ def find_folder(env: Mapping[str, str], key: str, *, is_shared: Callable[[str], 
         if not parent or not os.access(parent, os.W_OK | os.X_OK) or is_shared(parent):
             continue
         folder = Path(parent).absolute() / f"imgkit-cache-{os.geteuid()}-{key}"
+        # `lexists` also finds a link, which another user could have made in the shared parent.
         is_foreign = os.path.lexists(folder) and files.is_foreign_folder(folder)
         if not is_foreign:
             return folder
@@ -92,7 +93,7 @@ class CompileCache:
     """The key of the image (`make_key`). A packed cache with another key is not unpacked."""
     file: Path | None = None
     """The packed cache, or None if the user has not requested one."""
-    _packed: frozenset[str] = frozenset()
+    _unpacked_names: frozenset[str] = frozenset()
     """Names of the files that `unpack` has extracted from `file`."""
 
     def make_folders(self) -> None:
@@ -151,15 +152,16 @@ class CompileCache:
         if self.file is None or not os.path.lexists(self.file):
             return ""
         # All files are extracted before the first one is moved, so that a damaged cache adds none of them.
+        # The temporary folder is on the same file system, so that `replace` can move them.
         temporary = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=self.folder))
         try:
             with files.open_own(self.file) as stream:
-                names = self._extract(stream, temporary)
+                names = self._extract_files(stream, temporary)
             for name in names:
                 path = self.folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 (temporary / name).replace(path)
-            self._packed = frozenset(names)
+            self._unpacked_names = frozenset(names)  # `pack` compares with these names
         except (OSError, EOFError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
             reason = getattr(error, "strerror", None) or str(error)
             return f"{self.file} is not used: {shorten_message(reason)}"
@@ -167,8 +169,11 @@ class CompileCache:
             shutil.rmtree(temporary, ignore_errors=True)
         return ""
 
-    def _extract(self, stream: BinaryIO, target: Path) -> list[str]:
+    def _extract_files(self, stream: BinaryIO, target: Path) -> list[str]:
         """Write the files of a packed cache below `target`, and return their names.
+
+        The caller, `unpack`, only skips a cache for which this raises ValueError. After any error, it removes
+        `target` with the files that were already written.
 
         Raises
         ------
@@ -189,14 +194,17 @@ class CompileCache:
         with zipfile.ZipFile(stream) as archive:  # noqa: TID251 - a stream
             # The first member is the header, whose content is the key of the image.
             header, *members = archive.infolist()
+            # The sizes come from the list of members. They are checked before anything is written, so that a
+            # small file cannot fill the disk.
             if sum(member.file_size for member in archive.infolist()) > MAX_BYTES:
                 raise ValueError(f"it holds more than {MAX_BYTES} bytes")
             if archive.read(header).decode() != self.key:
                 raise ValueError("it is for another image, and is replaced at the end")
             for member in members:
-                _refuse_foreign_path(member.filename)
+                _refuse_foreign_path(member.filename)  # before the first use of the path
                 path = target / member.filename
                 path.parent.mkdir(parents=True, exist_ok=True)
+                # A link is written as an ordinary file, so none can lead out of `target`.
                 with archive.open(member) as source, files.create_file(path, mode=0o700) as output:
                     shutil.copyfileobj(source, output)
         return [member.filename for member in members]
@@ -207,7 +215,7 @@ class CompileCache:
         Return a message about the new file or about an error, or "" if there was nothing to do.
         """
         names = self._list_files()
-        if self.file is None or self._packed.issuperset(names):
+        if self.file is None or self._unpacked_names.issuperset(names):
             return ""
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -215,7 +223,7 @@ class CompileCache:
                 files.replace_file(self.file, mode=0o600) as stream,
                 zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,  # noqa: TID251 - a stream
             ):
-                # The header comes first, so that `_extract` finds its name at a fixed offset.
+                # The header comes first, so that `_extract_files` finds its name at a fixed offset.
                 archive.writestr(zipfile.ZipInfo(HEADER), self.key)
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):  # a temporary file that a worker has removed
@@ -228,6 +236,7 @@ class CompileCache:
         """Return the sorted names of the compiled files in the folder, such as ``triton/ab/kernel.so``.
 
         Links and the lock files of torch's builds are left out, because a packed cache must not contain them.
+        A lock file in it would make later builds wait forever.
         """
         names = []
         for part in FOLDERS.values():

@@ -52,13 +52,13 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     NoPlan : Slurm's number of processors cannot be read.
     """
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
-    node_cpus = sum(len(parse_cpu_list(text)) for text in host.numa_cpus.values())
+    node_cpus = sum(len(parse_cpu_list(cpu_list)) for cpu_list in host.numa_cpus.values())
     # Nodes may have different numbers of processors, such as "80(x3),40". Every node has at least the lowest
     # number.
     job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
-    has_whole_node = job_cpus >= node_cpus
+    has_whole_node = job_cpus >= node_cpus  # False without Slurm, where `job_cpus` is 0
     # The job has the whole node, but the launcher has bound this process to a part of it.
     if has_whole_node and len(allowed_cpus) < node_cpus:
         problem = f"{_JOB_CPUS}: the job has all {node_cpus} processors, but was bound to"
@@ -72,7 +72,8 @@ def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> Cp
     """Return the processors of workers whose GPUs are on `numa_nodes`.
 
     `numa_nodes` has one entry for each worker. An entry is None if the NUMA node of the worker's GPU is
-    unknown.
+    unknown. If a worker has no processor on that NUMA node, no worker is bound: the result then contains only
+    the reason.
     """
     names = ", ".join(map(str, numa_nodes))
     evidence = f"the NUMA nodes of the GPUs: {names}; processors allowed: {host.allowed_cpus}"
@@ -97,9 +98,10 @@ def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:
     """
     if not env.get(VARIABLE):
         return
-    cpu_list = env[VARIABLE].split(";")[local_rank]
+    cpu_list = env[VARIABLE].split(";")[local_rank]  # one entry for each local rank: "0-39;0-39;40-79"
     try:
         os.sched_setaffinity(0, os.sched_getaffinity(0) & parse_cpu_list(cpu_list))
+    # The worker also runs without the binding, only slower, so this is no error.
     except OSError as error:  # the job has lost these processors since the plan was made
         problem = f"local rank {local_rank} is not bound to the processors {cpu_list}: {error.strerror}"
         terminal.print_messages(f"imgkit: warning: {problem}")

@@ -207,6 +207,8 @@ def find_explanations(text: str, *, memory: str = "", has_cause: bool = False) -
     """
     explanations: list[Explanation] = []
     for entry in KNOWN:
+        # Entries for consequences, such as a closed connection, come last in `KNOWN`. They say nothing new if
+        # the cause is known or was explained by an entry before.
         if entry.is_consequence and (has_cause or explanations):
             continue
         match = re.search(entry.pattern, text)
@@ -226,13 +228,17 @@ def _explain(entry: _Known, match: re.Match[str], memory: str) -> Explanation:
     entry : the known failure.
     match : the place in the output at which the pattern of `entry` was found. Its named groups fill in the
         text of the cause.
+    memory : the memory that the job requested, which the remedy of a lack of memory names, or "".
     """
-    values = {}
+    group_values = {}
     for name, value in match.groupdict().items():
         if value is not None:
-            values[name.rstrip("2")] = value  # `host2` has the same meaning as `host`
-    text = match.string
-    line_start = text.rfind("\n", 0, match.start()) + 1
-    line, _, _ = text[line_start:].partition("\n")
+            # A pattern can use a name only once, so `host2` is a second group with the meaning of `host`.
+            group_values[name.rstrip("2")] = value
+    output = match.string
+    # The user should see the whole line in which the match begins, so go back to the start of that line.
+    line_start = output.rfind("\n", 0, match.start()) + 1
+    line, _, _ = output[line_start:].partition("\n")
+    # The remedy for a lack of memory depends on the job, so the table only has a mark in its place.
     remedy = memory_remedy(memory) if entry.remedy == _MEMORY_REMEDY else entry.remedy
-    return Explanation(text=line.strip()[:300], cause=entry.cause.format(**values), remedy=remedy)
+    return Explanation(text=line.strip()[:300], cause=entry.cause.format(**group_values), remedy=remedy)

@@ -90,13 +90,14 @@ class RankRecord:
     def lines(self) -> tuple[str, ...]:
         """Return the lines for the user, without the C++ frames.
 
-        For torchrun itself, only its last error is returned.
+        For torchrun itself (`rank` is None), only its last error is returned. The errors before it led to
+        that one. The text is shortened, so that a message between nodes can carry it.
         """
-        text = _STACK_IN_CPP.sub("", self.text)
-        errors = list(_ERROR.finditer(text))
+        error_text = _STACK_IN_CPP.sub("", self.text)
+        errors = list(_ERROR.finditer(error_text))
         if self.rank is None and errors:
-            text = text[errors[-1].start() :]
-        return limit_lines(text.rstrip("\n"))
+            error_text = error_text[errors[-1].start() :]
+        return limit_lines(error_text.rstrip("\n"))
 
 
 def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
@@ -106,9 +107,9 @@ def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_img
     package. If such a program ends with an exit code, it has already printed or recorded the reason. So
     `find_node_failure` does not report a missing traceback for it.
     """
-    content = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
+    document = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
-        files.write_file(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(content))
+        files.write_file(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(document))
 
 
 def write_torchrun_error(env: Mapping[str, str], text: str) -> bool:
@@ -149,29 +150,34 @@ def read_records(stop_folder: Path) -> list[RankRecord]:
 
 
 def _read_record(path: Path) -> RankRecord | None:
-    """Return the record in the file `path`, or None if the file is incomplete or not a record."""
+    """Return the record in the file `path`, or None if the file is incomplete or not a record.
+
+    Workers and torchrun write records of their errors. The time in a record must be a finite number, because
+    `read_records` sorts by it.
+    """
     match = _RECORD_NAME.fullmatch(path.name)
     if match is None:
         return None
-    rank = None if match[1] is None else int(match[1])
+    rank = None if match[1] is None else int(match[1])  # None: the record is of torchrun itself
     try:
         # The first line is the time of the error, and the traceback follows.
-        seconds, _, text = files.read_text(path, errors="replace").partition("\n")
+        seconds, _, traceback_text = files.read_text(path, errors="replace").partition("\n")
         at = float(seconds)
     except (OSError, ValueError):
         return None
-    return RankRecord(rank=rank, at=at, text=text) if math.isfinite(at) else None
+    return RankRecord(rank=rank, at=at, text=traceback_text) if math.isfinite(at) else None
 
 
 def _read_codes(stop_folder: Path) -> tuple[Mapping[int, int], bool]:
     """Return what `write_exit_codes` wrote: the exit codes by rank, and whether the program is imgkit's.
 
-    If the file is missing or cannot be read, return ``({}, False)``.
+    If the file is missing or malformed, return ``({}, False)``. torchrun then was ended before it wrote the
+    file, or no worker has failed.
     """
     try:
-        content = json_text.parse(files.read_own(stop_folder / CODES))
-        codes = {int(rank): int(code) for rank, code in content["codes"].items()}
-        return codes, bool(content["is_imgkits"])
+        document = json_text.parse(files.read_own(stop_folder / CODES))
+        codes = {int(rank): int(code) for rank, code in document["codes"].items()}
+        return codes, bool(document["is_imgkits"])
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}, False
 
@@ -189,26 +195,27 @@ def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | No
     killed_by : number of the signal that ended torchrun itself. 0 if there was none, or if the node agent has
         sent it.
     """
-    codes, is_imgkits = _read_codes(stop_folder)
-    records = read_records(stop_folder)
+    codes, is_imgkits = _read_codes(stop_folder)  # `is_imgkits`: the workers run a program of this package
+    records = read_records(stop_folder)  # the earliest error comes first
     for record in records:
-        if not record.after_peer:
-            return _recorded_failure(record, codes)
+        if not record.after_peer:  # else the error only says that another rank is gone
+            return _make_recorded_failure(record, codes)
     recorded_ranks = {record.rank for record in records}
     for rank, code in codes.items():
         if rank in recorded_ranks or code in _BY_TORCHRUN:  # torchrun ends the ranks that did not fail
             continue
-        if is_imgkits and code > 0:  # the program has printed the reason itself
+        if is_imgkits and code > 0:  # imgkit's own program has printed the reason itself
             continue
+        # The worker has left no record, so the time of its failure is unknown: an `age_ms` of 0 means now.
         return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
     if killed_by:
         return RankFailure(rank=None, code=-killed_by, age_ms=0, after_peer=False, log="")
     if records:
-        return _recorded_failure(records[0], codes)
+        return _make_recorded_failure(records[0], codes)
     return None
 
 
-def _recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> RankFailure:
+def _make_recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> RankFailure:
     """Return the failure of the worker, or of torchrun itself, that wrote `record`.
 
     `codes` contains the exit codes of the failed workers by rank.
@@ -238,23 +245,24 @@ def command_failure(code: int, output: str) -> RankFailure:
     output : the end of what the command has written to standard error.
     """
     last_lines = output.rstrip("\n").split("\n")[-COMMAND_LINES:]
-    text = "\n".join(last_lines)
+    output_end = "\n".join(last_lines)
     return RankFailure(
         rank=None,
         is_command=True,
         code=code,
         age_ms=0,
-        after_peer=_AFTER_PEER.search(text) is not None,
+        after_peer=_AFTER_PEER.search(output_end) is not None,
         log="",
-        lines=limit_lines(text) if text else (),
+        lines=limit_lines(output_end) if output_end else (),
     )
 
 
 def limit_lines(text: str) -> tuple[str, ...]:
     """Return the lines of `text`, shortened so that a message between nodes can carry them.
 
-    If there are too many lines, keep the first `HEAD_LINES` and as many of the last lines as the message can
-    hold. A line between the two parts says how many lines are missing.
+    Long lines are cut off. If there are too many lines, keep the first `HEAD_LINES` and as many of the last
+    lines as the message can hold. A line between the two parts says how many lines are missing. The limits
+    are `MAX_LINES` lines and `MAX_BYTES` bytes.
     """
     lines = [shorten_message(line.expandtabs())[:LINE_CHARACTERS] for line in text.split("\n")]
     first_lines, last_lines = lines[:HEAD_LINES], lines[HEAD_LINES:]
@@ -263,6 +271,7 @@ def limit_lines(text: str) -> tuple[str, ...]:
     omitted = len(lines) - kept
     if omitted == 0:
         return tuple(lines)
+    # If not even the first lines fit, the gap begins earlier, and no last line is kept.
     gap_start = min(kept, HEAD_LINES)
     gap_end = gap_start + omitted
     return (*lines[:gap_start], f"... {omitted} more lines in the full log ...", *lines[gap_end:])
@@ -271,7 +280,8 @@ def limit_lines(text: str) -> tuple[str, ...]:
 def _count_fitting(lines: Sequence[str]) -> int:
     """Return how many of the first `lines` fit into a message between nodes.
 
-    The result leaves room for one more line, which says how many lines are missing.
+    The limits are `MAX_LINES` lines and `MAX_BYTES` bytes of JSON, because the message is JSON. The result
+    leaves room for one more line, which says how many lines are missing.
     """
     size = 0
     for index, line in enumerate(lines):
@@ -299,14 +309,16 @@ class LateRecords:
         only once.
         """
         for record in read_records(self._folder):
-            # Such a traceback, or the error that explains it, is printed elsewhere. So wait longer for that.
+            # `after_peer`: the error only says that another rank is gone, and the error of that rank explains
+            # it. On nodes other than the head, the head prints the traceback once the worker has ended. So in
+            # both cases, the user should see another message instead, and there is more time for it.
             late_s = LATE_S
             if record.after_peer or not self._is_head:
                 late_s = LATE_ELSEWHERE_S
             if record.rank in self._reported or time.time() - record.at <= late_s:
                 continue
             self._reported.add(record.rank)
-            name = _rank_name(record.rank)
+            name = _describe_rank(record.rank)
             title = f"{name} has failed, and its process has not ended after {late_s:g} s"
             yield (title, *record.lines)
 
@@ -324,8 +336,8 @@ def describe_run_failure(
 ) -> tuple[str, ...]:
     """Return the last lines that the head (the node with rank 0) prints about a failed attempt.
 
-    Return () if no failed worker is known. If the failure only results from the end of another rank, also
-    print known explanations with `log`.
+    Return () if no failed worker is known. If the failure only results from the end of another rank
+    (`after_peer`), also print known explanations with `log`.
 
     Parameters
     ----------
@@ -337,11 +349,12 @@ def describe_run_failure(
     first = first_failure(reports)
     if first is None:
         return ()
-    # On several nodes, the node agents leave this explanation to the head.
+    # On several nodes, the node agents leave this explanation to the head (`NodeAttempt._log_explanations`).
+    # Only the head knows whether another node has reported the cause.
     if first.failure.after_peer and session.placement.nnodes > 1:
         for explanation in explain.find_explanations("\n".join(first.failure.lines), memory=memory):
             log(*explanation.lines)
-    followers = [_failed_name(report.failure) for report in reports if report is not first]
+    followers = [_describe_failed_part(report.failure) for report in reports if report is not first]
     return describe_failure(first.failure, session.node_name(first.number), followers, memory=memory)
 
 
@@ -357,14 +370,15 @@ def describe_failure(
     failure : the failure that came first.
     node : the name of its node, as users know it.
     followers : names of the ranks that failed later on other nodes, such as ``rank 3``.
-    memory : the value of `explain.MEMORY`.
+    memory : the value of `explain.MEMORY`, which is the memory that the job requested.
     """
-    lines = [f"{_failed_name(failure)} on {node} failed first: {describe_ending(failure.code)}"]
+    lines = [f"{_describe_failed_part(failure)} on {node} failed first: {describe_ending(failure.code)}"]
     if followers:
         lines.append(f"  then on other nodes: {join_names(followers, MAX_FOLLOWERS)}")
     lines.append(f"  full log on that node: {failure.log}" if failure.log else "  there is no full log")
     if failure.lines:
         return (*lines, *failure.lines)
+    # The code of a worker that a signal has killed is the negative number of the signal.
     if failure.code == -signal.SIGKILL:
         return (*lines, f"{_KILLED}: {explain.memory_remedy(memory)}")
     return (*lines, _SILENT.get(failure.code, _NO_REASON))
@@ -375,21 +389,22 @@ def summarize_failure(failure: RankFailure, node: str) -> str:
 
     An example is ``rank 3 on n2 failed, exit code 1: ValueError: no data; full log: /logs/errors-n2.log``.
     """
-    text = f"{_failed_name(failure)} on {node} failed, {describe_ending(failure.code)}"
+    summary = f"{_describe_failed_part(failure)} on {node} failed, {describe_ending(failure.code)}"
+    # The last line of a traceback names the exception.
     filled_lines = [line.strip() for line in failure.lines if line.strip()]
     if filled_lines:
-        text += f": {shorten_message(filled_lines[-1])[:MAX_REASON]}"
+        summary += f": {shorten_message(filled_lines[-1])[:MAX_REASON]}"
     if failure.log:
-        text += f"; full log: {failure.log}"
-    return text
+        summary += f"; full log: {failure.log}"
+    return summary
 
 
-def _rank_name(rank: int | None) -> str:
+def _describe_rank(rank: int | None) -> str:
     return _TORCHRUN if rank is None else f"rank {rank}"
 
 
-def _failed_name(failure: RankFailure) -> str:
-    return "the command" if failure.is_command else _rank_name(failure.rank)
+def _describe_failed_part(failure: RankFailure) -> str:
+    return "the command" if failure.is_command else _describe_rank(failure.rank)
 
 
 # The last lines of `describe_failure` about a worker that has left no traceback.
@@ -428,14 +443,14 @@ def write_log(text: str, folder: str, node: str, attempt: int) -> str:
     name = f"errors-{node}.log"
     if attempt > 1:
         name = f"errors-{node}-attempt{attempt}.log"
-    content = terminal.escape_controls(terminal.strip_styles(text), keep="\n\t")
+    log_text = terminal.escape_controls(terminal.strip_styles(text), keep="\n\t")
     if folder:
         with contextlib.suppress(OSError):
             Path(folder).mkdir(parents=True, exist_ok=True)
-            files.write_file(Path(folder, name), content)
+            files.write_file(Path(folder, name), log_text)
             return str(Path(folder, name).absolute())
     with contextlib.suppress(OSError):
         path = Path(tempfile.mkdtemp(prefix="imgkit-"), name)
-        files.write_file(path, content)
+        files.write_file(path, log_text)
         return str(path.absolute())
     return ""

@@ -59,7 +59,7 @@ class GpuMonitor:
         self._output: IO[bytes] | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._partial_line = b""
-        self._readings = 0
+        self._reading_count = 0
         self._percent_sum = 0
         self._peak_MiB = 0
 
@@ -82,26 +82,27 @@ class GpuMonitor:
     def read_use(self) -> GpuUse | None:
         """Read the new output of nvidia-smi, and return the GPU use since the start.
 
-        Return None if there are no new readings.
+        This does not wait. Return None if there are no new readings, or if nvidia-smi was not started. In the
+        result, the percentage is the mean of all readings, and the memory is the highest reading of one GPU.
         """
         if self._output is None:
             return None
-        data = self._output.read() or b""
+        output = self._output.read() or b""  # None: there is no new output
         # The text after the last line end is an incomplete line. It is completed in a later call.
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        old_readings = self._readings
+        *lines, self._partial_line = (self._partial_line + output).split(b"\n")
+        old_readings = self._reading_count
         for line in lines:
             match = _READING.fullmatch(line)
             if match is None:
                 continue
-            self._readings += 1
+            self._reading_count += 1
             self._percent_sum += int(match["percent"])
             self._peak_MiB = max(self._peak_MiB, int(match["memory_MiB"]))
-        if self._readings == old_readings:
+        if self._reading_count == old_readings:
             return None
         return GpuUse(
-            readings=self._readings,
-            gpu_percent=self._percent_sum / self._readings,
+            readings=self._reading_count,
+            gpu_percent=self._percent_sum / self._reading_count,
             memory_MiB=float(self._peak_MiB),
         )
 

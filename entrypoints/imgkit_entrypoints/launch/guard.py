@@ -64,7 +64,10 @@ def adopt_orphans() -> bool:
 
 
 def descendants() -> dict[int, str]:
-    """Return the names of all processes below this one, by process id: ``{4711: "python3"}``."""
+    """Return the names of all processes below this one, by process id: ``{4711: "python3"}``.
+
+    Processes that have ended are left out, even if nobody has read their exit codes yet.
+    """
     children: dict[int, list[tuple[int, str]]] = {}
     for pid, parent, name in _list_processes():
         children.setdefault(parent, []).append((pid, name))
@@ -84,7 +87,7 @@ def _list_processes() -> Iterator[tuple[int, int, str]]:
     An example is ``4711, 1, "python3"``.
     """
     for entry in os.listdir(PROC):  # noqa: PTH208 - pathlib costs this process a third of its start
-        if not entry.isdigit():
+        if not entry.isdigit():  # only the folders of processes have numbers as names
             continue
         with contextlib.suppress(OSError, ValueError):  # the process has ended
             # An example is "12 (name) S 1 ...". The name may contain spaces and parentheses, so split at the
@@ -126,6 +129,8 @@ def end_all() -> tuple[str, ...]:
     A process that still exists after `REAP_S` seconds hangs in the kernel, where no signal reaches it.
     """
     deadline = time.monotonic() + REAP_S
+    # `reap_into` collects the processes that have ended, and returns False once no child is left. The exit
+    # codes do not matter here.
     while reap_into({}):
         # Look for processes in each round, since a process may have started another one in the meantime.
         for pid in descendants():
@@ -152,11 +157,11 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
     can_adopt = adopt_orphans()
     # The guard itself must survive these two signals. torchrun would inherit SIG_IGN, and could then not be
     # ended by them. A handler, in contrast, is reset when the command is executed.
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, lambda *_: None)
+    for caught_signal in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(caught_signal, lambda *_: None)
     for descriptor in (control, status):
         os.set_inheritable(descriptor, False)
-    child_ended = _wake_on_child()
+    child_ended = _make_child_wakeup()
     try:
         child = _start_command(command, kind)
     except OSError as error:
@@ -198,12 +203,12 @@ def _start_command(command: list[str], kind: str) -> int:
     reset = (signal.SIGPIPE, signal.SIGXFSZ)
     if kind == "torchrun":
         return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset)
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # the command inherits this, as intended
+    for ignored_signal in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(ignored_signal, signal.SIG_IGN)  # the command inherits this, as intended
     return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset, setsigmask=())
 
 
-def _wake_on_child() -> int:
+def _make_child_wakeup() -> int:
     """Return a descriptor that becomes readable when a child ends, so that `select` can wait for it."""
     # select() does not return for a signal by itself: Python writes a byte into this pipe (set_wakeup_fd).
     reader, writer = os.pipe()
@@ -227,26 +232,28 @@ class _AgentCommands:
     def wait_for_signals(self, seconds: float, *, wakeup: int | None = None) -> list[int]:
         """Wait up to `seconds` for commands, and return the signals that the child should get.
 
-        Other commands set the attributes `wants_end` and `wants_kill`. A byte on the descriptor `wakeup` also
-        ends the wait.
+        Other commands set the attributes `wants_end` and `wants_kill`. A byte on the descriptor `wakeup`,
+        which Python writes when a child ends (`_make_child_wakeup`), also ends the wait. Return [] if the
+        wait has ended without a command. If the node agent is gone, return [] and set `wants_kill`.
         """
         descriptors = [self._control] if wakeup is None else [self._control, wakeup]
         readable, _, _ = select.select(descriptors, [], [], seconds)
         if wakeup is not None and wakeup in readable:
-            os.read(wakeup, 4096)
+            os.read(wakeup, 4096)  # else the descriptor stays readable, and the next wait ends at once
         if self._control not in readable:
             return []
-        data = os.read(self._control, 4096)
-        if not data:  # end of file: the node agent is gone
+        # The node agent writes each short line at once, so a line arrives as a whole.
+        command_lines = os.read(self._control, 4096)
+        if not command_lines:  # end of file: the node agent is gone
             self.wants_kill = True
         signals = []
-        for line in data.decode().splitlines():
-            name, _, number = line.partition(" ")
-            if name == "signal":
-                signals.append(int(number))
-            elif name == "terminate":
+        for line in command_lines.decode().splitlines():
+            verb, _, signal_number = line.partition(" ")
+            if verb == "signal":
+                signals.append(int(signal_number))
+            elif verb == "terminate":
                 self.wants_end = True
-            elif name == "kill":
+            elif verb == "kill":
                 self.wants_kill = True
         return signals
 
@@ -254,8 +261,10 @@ class _AgentCommands:
 def _wait_for_remaining(agent: _AgentCommands, code: int) -> None:
     """Give the processes that the command has left time to end by themselves.
 
-    `code` is the exit code of the command. If a signal has killed the command, its workers do not know that
-    yet, so there is no point in waiting.
+    `code` is the exit code of the command, or the negative number of the signal that has killed it. After
+    such a signal, the workers do not know yet that the command is gone, so there is no point in waiting.
+
+    This only waits. The caller, `main`, kills what is left afterwards.
     """
     leave_s = LEAVE_S if code >= 0 else 0.0
     if agent.wants_end:

@@ -80,6 +80,7 @@ class CleanEnvironment:
             resource.setrlimit(resource.RLIMIT_CORE, (0, hard_limit))  # a program may raise it again
         if not self.tmpdir:
             return
+        # `env` contains the new, short TMPDIR, and `tmpdir` the long folder to which it leads.
         link = PurePath(self.env["TMPDIR"])
         try:
             files.make_links(Path(link.parent), {link.name: self.tmpdir})
@@ -121,7 +122,7 @@ def clean_environment(
         mpi_names = [name for name in host_env if _MPI.match(name)]
     new_values = {}
     if "LD_PRELOAD" in host_env:
-        new_values["LD_PRELOAD"] = " ".join(_loadable_libraries(env["LD_PRELOAD"], exists))
+        new_values["LD_PRELOAD"] = " ".join(_select_loadable_libraries(env["LD_PRELOAD"], exists))
     # Only in a container does a virtual environment come from the host. Elsewhere, the user works in it.
     if image_env is not None or any(name in env for name in _CONTAINER):
         new_values |= _remove_host_python(env, host_env, image, prefix)
@@ -131,24 +132,24 @@ def clean_environment(
     removed = [*_count_by_prefix(mpi_names), *changes]
     if limits_core:
         removed.append("core dumps")
-    texts = []
+    change_texts = []
     if removed:
-        texts.append(f"without {', '.join(removed)} of the host")
+        change_texts.append(f"without {', '.join(removed)} of the host")
     tmpdir = host_env.get("TMPDIR", "")
     if len(tmpdir) > MAX_TMPDIR:
-        changes["TMPDIR"] = _short_tmpdir(tmpdir)
-        texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
+        changes["TMPDIR"] = _make_short_tmpdir(tmpdir)
+        change_texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
     else:
         tmpdir = ""
-    text = ""
-    if texts:
-        text = f"workers start {' and '.join(texts)} (to keep one: --keep-env NAME)"
+    summary = ""
+    if change_texts:
+        summary = f"workers start {' and '.join(change_texts)} (to keep one: --keep-env NAME)"
     # An empty new value means that the variable is removed.
     empty_names = [name for name, value in changes.items() if not value]
     return CleanEnvironment(
         env={name: value for name, value in changes.items() if value},
         unset=(*mpi_names, *empty_names),
-        text=text,
+        text=summary,
         limits_core=limits_core,
         tmpdir=tmpdir,
     )
@@ -159,7 +160,9 @@ def _select_host_variables(
 ) -> dict[str, str]:
     """Return the variables that come from the host, without those that the user wants to keep.
 
-    A variable whose value is the same as in the image does not come from the host.
+    A variable whose value is the same as in the image does not come from the host. `image` contains the
+    variables of the image, and is empty if they are unknown. `keep` contains names or patterns, such as
+    ``PMIX_*``.
     """
     host_env = {}
     for name, value in env.items():
@@ -169,7 +172,7 @@ def _select_host_variables(
     return host_env
 
 
-def _short_tmpdir(tmpdir: str) -> str:
+def _make_short_tmpdir(tmpdir: str) -> str:
     """Return a short path in /tmp that replaces a TMPDIR that is too long for sockets."""
     # Because of the digest, each long TMPDIR has its own link, even if a user has several jobs on the node.
     digest = hashlib.sha256(tmpdir.encode()).hexdigest()[:8]
@@ -187,15 +190,16 @@ def _count_by_prefix(names: Sequence[str]) -> list[str]:
     return [f"{prefix}_* ({prefixes.count(prefix)})" for prefix in dict.fromkeys(prefixes)]
 
 
-def _loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str]:
+def _select_loadable_libraries(preload: str, exists: Callable[[str], bool]) -> list[str]:
     """Return the libraries in LD_PRELOAD that should still be loaded in this container.
 
     Libraries that do not exist in the container are left out, because the loader would print an error about
     them whenever a program starts. XALT, with which a site counts the programs of its jobs, is left out as
-    well. A name without a slash stays, because the loader searches for it on the library path.
+    well. A name without a slash stays, because the loader searches for it on the library path. `exists`
+    returns whether a path exists in the container.
     """
     libraries = []
-    for path in re.split(r"[\s:]+", preload.strip()):
+    for path in re.split(r"[\s:]+", preload.strip()):  # LD_PRELOAD may use spaces or colons
         can_load = "/" not in path or exists(path)
         if can_load and "xalt" not in path.lower():
             libraries.append(path)
@@ -208,8 +212,8 @@ def _remove_host_python(
     """Return new values for variables of Python, without the parts that belong to a Python of the host.
 
     The image's Python cannot load packages that were installed for another Python. So folders of installed
-    packages are removed from PYTHONPATH, and programs of a virtual environment are removed from PATH. An
-    empty new value means that the variable should be removed.
+    packages are removed from PYTHONPATH, and the program folder of a virtual environment is removed from
+    PATH. Other variables are not in the result. An empty new value means that the variable should be removed.
 
     Parameters
     ----------
@@ -217,23 +221,25 @@ def _remove_host_python(
     image : the image's own variables.
     prefix : ``sys.prefix`` of the Python that runs the workers. Its own virtual environment stays.
     """
-    values = {}
+    new_values = {}
+    # The image may add folders of packages to PYTHONPATH itself, which its own Python can load.
     if "PYTHONPATH" in host_env:
         image_folders = image.get("PYTHONPATH", "").split(":")
-        values["PYTHONPATH"] = _without_packages(host_env["PYTHONPATH"], image_folders)
+        new_values["PYTHONPATH"] = _drop_package_folders(host_env["PYTHONPATH"], image_folders)
     removed_programs = []
+    # `_OF_PYTHON` contains variables such as VIRTUAL_ENV, whose value is the folder of a Python.
     for name in _OF_PYTHON:
         folder = host_env.get(name, "")
         if folder not in ("", prefix):  # the workers' own Python may be in a virtual environment, which stays
-            values[name] = ""
+            new_values[name] = ""
             removed_programs.append(f"{folder}/bin")
     if removed_programs and "PATH" in env:
         kept_folders = [folder for folder in env["PATH"].split(":") if folder not in removed_programs]
-        values["PATH"] = ":".join(kept_folders)
-    return values
+        new_values["PATH"] = ":".join(kept_folders)
+    return new_values
 
 
-def _without_packages(python_path: str, image_folders: Sequence[str]) -> str:
+def _drop_package_folders(python_path: str, image_folders: Sequence[str]) -> str:
     """Return a PYTHONPATH without folders of installed packages, except those of the image."""
     kept_folders = []
     for folder in python_path.split(":"):

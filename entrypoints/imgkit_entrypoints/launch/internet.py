@@ -41,6 +41,7 @@ class Service:
         If a variable keeps the library offline, return False. Otherwise, return True if one of the service's
         variables is set, or if the program's Python has the service's package.
         """
+        # These come first: a program that is offline does not call the service, whatever else is set.
         for name, offline_values in self.offline_variables.items():
             if env.get(name, "").lower() in offline_values:
                 return False
@@ -154,5 +155,5 @@ def can_connect(url: str) -> bool:
     # The look-up of a name has no time limit, so it runs in a thread that may outlive this function.
     attempt = threading.Thread(target=connect, daemon=True)
     attempt.start()
-    attempt.join(ATTEMPT_S)
+    attempt.join(ATTEMPT_S)  # a connection that is made after this time does not count
     return has_connected.is_set()

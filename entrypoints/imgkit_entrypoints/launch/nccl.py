@@ -32,21 +32,22 @@ RAS_DEFAULT = "localhost:28028"
 LIMIT_S = 8.0
 """Longest time in seconds for a question and its answer.
 
-NCCL itself waits `_PEERS_S` seconds for a process that does not answer, and twice as long in large jobs.
+NCCL itself waits `_PEER_TIMEOUT_S` seconds for a process that does not answer, and twice as long in large
+jobs.
 """
 # Largest answer that is read: 1 MiB.
 MAX_ANSWER_BYTES = 1 << 20
 MAX_LINES = 24
 """Largest number of lines in a report."""
 # Seconds that NCCL is told to wait for other processes ("TIMEOUT 2").
-_PEERS_S = 2
+_PEER_TIMEOUT_S = 2
 # Seconds to connect, and to wait for the first line of the protocol.
 _GREETING_S = 1.0
 # Number of attempts to connect. The processes of a node share the port, and the kernel chooses which of them
 # gets a connection. A stopped process never sends its first line.
-_TRIES = 3
+_MAX_CONNECTIONS = 3
 # Largest number of characters of a line. The rest is cut off.
-_LONGEST = 160
+_MAX_LINE_CHARACTERS = 160
 # The headings at the end of an answer: the list of errors comes first, and then the list of warnings.
 _ERRORS_HEADING = "\nErrors\n======\n"
 _WARNINGS_HEADING = re.compile(r"Warnings|=+")
@@ -63,10 +64,10 @@ def ras_address(env: Mapping[str, str]) -> tuple[str, int] | None:
     if env.get("IMGKIT_DEVICE") != "cuda" or env.get("NCCL_RAS_ENABLE") == "0":
         return None
     host, _, port = env.get("NCCL_RAS_ADDR", RAS_DEFAULT).rpartition(":")
-    number = parse_digits(port)
-    if not host or number is None or not 0 < number < 1 << 16:
+    port_number = parse_digits(port)
+    if not host or port_number is None or not 0 < port_number < 1 << 16:
         return None  # NCCL does not listen at such an address either
-    return host.strip("[]"), number
+    return host.strip("[]"), port_number
 
 
 def ask_about_hang(env: Mapping[str, str]) -> Question | None:
@@ -97,13 +98,15 @@ class Question:
     def _ask(self, host: str, port: int) -> None:
         """Ask NCCL, and set `lines` to its report, or to the reason why there is no report.
 
-        If no NCCL with RAS is running, `lines` stays empty.
+        If no NCCL with RAS is running, `lines` stays empty. A thread runs this method, while the node agent
+        reads `lines`.
         """
         name = f"NCCL's RAS ({host}:{port})"
         try:
             problems = summarize_answer(_read_answer(host, port))
         except (ConnectionError, socket.gaierror):
             return  # NCCL is older, has no communicator yet, or has ended
+        # TimeoutError is an OSError as well, so it must come before OSError.
         except TimeoutError:
             self.lines = [f"  {name} does not answer"]
         except (OSError, ValueError) as error:
@@ -115,27 +118,31 @@ class Question:
 def _read_answer(host: str, port: int) -> bytes:
     """Return NCCL's answer to the command VERBOSE STATUS, which lists the errors of all its communicators.
 
+    Several processes of the node may share the port, and the kernel chooses which one gets the connection. So
+    up to `_MAX_CONNECTIONS` connections are made until one of the processes answers.
+
     Raises
     ------
     TimeoutError : no process has sent the first line of the protocol in time.
     ConnectionResetError : NCCL has closed the connection.
     ValueError : another program listens at this address.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_CONNECTIONS):
         with (
             socket.create_connection((host, port), timeout=_GREETING_S) as link,
             link.makefile("rb") as stream,
         ):
             link.sendall(b"CLIENT PROTOCOL 2\n")
             try:
-                greeting = stream.readline(_LONGEST)
+                greeting = stream.readline(_MAX_LINE_CHARACTERS)
             except TimeoutError:
                 continue  # this process may be stopped, and the next connection may reach another one
             if not greeting:
                 raise ConnectionResetError
             if not greeting.startswith(b"SERVER PROTOCOL "):
                 raise ValueError("another program listens there")
-            link.sendall(f"TIMEOUT {_PEERS_S}\nVERBOSE STATUS\n".encode())
+            # NCCL itself waits for other processes that do not answer, and it must stop waiting before we do.
+            link.sendall(f"TIMEOUT {_PEER_TIMEOUT_S}\nVERBOSE STATUS\n".encode())
             link.settimeout(LIMIT_S)
             return stream.read(MAX_ANSWER_BYTES)
     raise TimeoutError
@@ -149,10 +156,12 @@ def summarize_answer(answer: bytes) -> list[str]:
 
     Raises
     ------
-    ValueError : `answer` contains no list of errors.
+    ValueError : `answer` contains no list of errors. The list may be empty: one line of the result then says
+        that all ranks answer.
     """
-    text = answer[:MAX_ANSWER_BYTES].decode("ascii", "replace")
-    _, heading, problems = text.partition(_ERRORS_HEADING)
+    # `answer` comes from the network, so its size is limited here, and its characters in `_make_printable`.
+    answer_text = answer[:MAX_ANSWER_BYTES].decode("ascii", "replace")
+    _, heading, problems = answer_text.partition(_ERRORS_HEADING)
     if not heading:
         raise ValueError("it contains no list of errors")
     lines = []
@@ -162,20 +171,21 @@ def summarize_answer(answer: bytes) -> list[str]:
             lines.append(line)
     if not lines:
         return ["all ranks of all communicators answer, and have launched the same number of collectives"]
-    summary = [_printable(line) for line in _fold_ranks(lines)]
+    summary = [_make_printable(line) for line in _fold_ranks(lines)]
     if len(summary) <= MAX_LINES:
         return summary
     return [*summary[:MAX_LINES], f"and {len(summary) - MAX_LINES} more lines"]
 
 
-def _printable(line: str) -> str:
-    return re.sub("[^ -~]", "?", line)[:_LONGEST]
+def _make_printable(line: str) -> str:
+    return re.sub("[^ -~]", "?", line)[:_MAX_LINE_CHARACTERS]
 
 
 def _fold_ranks(lines: list[str]) -> Iterator[str]:
     """Yield `lines`, but join consecutive lines about ranks of the same node into one line.
 
-    Such a line is `` Ranks 0-3,5 on node n2``. Lines that are not about a rank stay as they are.
+    Such a line is `` Ranks 0-3,5 on node n2``. Lines that are not about a rank stay as they are. The order of
+    the lines is kept, so that the ranks stay below the heading of their error.
     """
     for node, group in groupby(lines, _node_of_rank_line):
         node_lines = list(group)
@@ -203,9 +213,11 @@ RENAMED_SINCE = (2, 9)
 def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) -> dict[str, str]:
     """Return the variables that switch on torch's flight recorder.
 
-    The recorder keeps the latest collectives of each rank, and writes them to a file after a timeout.
-    Variables that `env` already sets are left out. The variable for the names of the files is also left out
-    if the user has chosen them under its other name, or if there is no safe folder for the files.
+    The recorder keeps the latest collectives of each rank, and writes them to a file after a timeout. It is
+    only for workers on GPUs, so the result is empty on CPUs. Variables that `env`, the environment of the
+    command, already sets are left out, so that the user's values stay. The variable for the names of the
+    files is also left out if the user has chosen them under its other name, or if there is no safe folder for
+    the files.
     """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
@@ -219,15 +231,18 @@ def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) 
     if not plan.is_torch_since(torch_version, RENAMED_SINCE):
         prefix_variable = OLD_DUMP_PREFIX
         variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # collectives; by default, it records none
+    # The user may use the old or the new name with any version of torch. If we set the other name, there
+    # would be two values for the same files.
     user_has_named_files = OLD_DUMP_PREFIX in env or DUMP_PREFIX in env
-    folder = None if user_has_named_files else _recorder_folder(env)
+    folder = None if user_has_named_files else _choose_recorder_folder(env)
     if folder:
+        # The job's id keeps two jobs on one node from writing the same files. torch appends the rank.
         job_name = re.sub("[^A-Za-z0-9.-]", "_", job_id)
         variables[prefix_variable] = str(folder / f"nccl-{job_name}-rank-")
     return {name: value for name, value in variables.items() if name not in env}
 
 
-def _recorder_folder(env: Mapping[str, str]) -> Path | None:
+def _choose_recorder_folder(env: Mapping[str, str]) -> Path | None:
     """Return the folder for the recorder's files: the run's folder, or else the folder for temporary files.
 
     If other users can write to this folder, return a private folder inside it, or None if that cannot be
@@ -252,7 +267,9 @@ def _recorder_folder(env: Mapping[str, str]) -> Path | None:
 def recorder_dumps(env: Mapping[str, str], since: float) -> str:
     """Return a line about the files that torch's flight recorder has written since the time `since`.
 
-    `since` is in seconds of the epoch. Return "" if there are no new files.
+    `since` is in seconds of the epoch. It is the start of the attempt, so that files of an earlier attempt
+    are not reported again. `env` is the environment of the workers, which contains the folder and the
+    beginning of the file names (`recorder_variables`). Return "" if there are no new files.
     """
     prefix = env.get(DUMP_PREFIX) or env.get(OLD_DUMP_PREFIX)
     if not prefix:

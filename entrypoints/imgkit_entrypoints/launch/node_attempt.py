@@ -137,7 +137,7 @@ class NodeAttempt:
         in which the workers and the node agent exchange files.
         """
         timeouts = node.config.timeouts
-        self._node, self._order, self._node_rank = node, order, node_rank
+        self._node_context, self._order, self._node_rank = node, order, node_rank
         self._log = node.config.log
         self.began_at = time.time()
         """Start of the attempt in seconds of the epoch."""
@@ -168,7 +168,7 @@ class NodeAttempt:
         self._start_watch: StartWatch | None = None
         if isinstance(node.session, HeadSession):
             self._start_watch = StartWatch(node.session, timeouts.rollcall_s)
-        node.session.phase = STARTING
+        node.session.phase = STARTING  # heartbeats tell the head this phase
 
     def start(self, start_up_variables: Mapping[str, str]) -> None:
         """Start the command below a guard, the process that ends what the command leaves running.
@@ -178,7 +178,7 @@ class NodeAttempt:
         start_up_variables : variables that tell the workers how long each part of the start took
             (start_up.py).
         """
-        node, command = self._node, self._node.config.command
+        node, command = self._node_context, self._node_context.config.command
         env = {**node.env, "IMGKIT_ATTEMPT": str(self._order.attempt), **start_up_variables}
         if command.is_per_node:
             argv, variables = self._fill_placeholders()
@@ -201,16 +201,19 @@ class NodeAttempt:
         The user writes placeholders such as ``{node_rank}`` in the command. If the user has not set
         RAY_TMPDIR, create a folder for it, so that two attempts do not share Ray's files.
         """
-        node, command = self._node, self._node.config.command
+        node, command = self._node_context, self._node_context.config.command
         run_dir = command.env.get("IMGKIT_RUN_DIR", "")
-        values = per_node.placeholder_values(self._order, self._node_rank, node.config.node.nproc, run_dir)
-        variables = per_node.placeholder_variables(values)
+        placeholder_values = per_node.placeholder_values(
+            self._order, self._node_rank, node.config.node.nproc, run_dir
+        )
+        variables = per_node.placeholder_variables(placeholder_values)
         if not command.env.get(per_node.RAY_TMPDIR):
             path = per_node.ray_folder(self._order)
+            # The folder is removed when `folders` is closed, at the end of the run.
             with suppress(OSError):  # without the variable, Ray itself reports which folder it cannot use
                 node.folders.enter_context(stop_protocol.locked_folder(path))
                 variables[per_node.RAY_TMPDIR] = str(path)
-        return per_node.fill_placeholders(command.argv, values), variables
+        return per_node.fill_placeholders(command.argv, placeholder_values), variables
 
     def close(self) -> None:
         """End all processes that are left of the command."""
@@ -222,10 +225,10 @@ class NodeAttempt:
 
         A program that torchrun has started finds the request as a file in its stop folder.
         """
-        config = self._node.config
+        config = self._node_context.config
         grace_s = config.timeouts.grace_s
         self._is_asked_to_stop = True
-        stop_protocol.write_stop_file(self._node.stop_folder, reason)
+        stop_protocol.write_stop_file(self._node_context.stop_folder, reason)
         self._log(f"{reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         if config.command.is_per_node:
             # The user's own command does not read the stop file, so it gets the request as TERM. That is the
@@ -270,7 +273,8 @@ class NodeAttempt:
 
         On the head, also end a start of the run that takes too long.
         """
-        session = self._node.session
+        session = self._node_context.session
+        # The next heartbeat to the head contains these two.
         session.positions = self._watchdog.positions
         session.phase = self._find_phase()
         if self._start_watch and not self.stall_reason:  # only the head has a watch, and it ends a start once
@@ -284,10 +288,10 @@ class NodeAttempt:
 
     def _find_phase(self) -> str:
         """Return the phase that this node's torchrun has reached. It is one of `messages.PHASES`."""
-        if self._node.session.phase not in (WORKERS, CONNECTING):
-            return start_up.read_phase(self._node.stop_folder)
+        if self._node_context.session.phase not in (WORKERS, CONNECTING):
+            return start_up.read_phase(self._node_context.stop_folder)
         # Once the workers run, torchrun writes no further phase. The watchdog sees whether they connect.
-        if self._watchdog.are_all_connecting(self._node.config.node.nproc):
+        if self._watchdog.are_all_connecting(self._node_context.config.node.nproc):
             return CONNECTING
         return WORKERS
 
@@ -303,19 +307,19 @@ class NodeAttempt:
         """
         command_code = self._running_command.wait()
         self.is_running = False
-        job_id = self._node.config.job_id
-        step, problem = stop_protocol.read_saved_step(self._node.stop_folder, job_id)
+        job_id = self._node_context.config.job_id
+        step, problem = stop_protocol.read_saved_step(self._node_context.stop_folder, job_id)
         if problem:
             self._log(f"warning: {problem}")
         if step is None:
-            self.code = self._node_code(command_code, received_signal, is_head_lost=is_head_lost)
+            self.code = self._choose_node_code(command_code, received_signal, is_head_lost=is_head_lost)
             return
         # A saved state counts as success, even if the program has failed afterwards.
         self._log(f"state saved at step {step}")
         self.saved_state = f"{job_id} {step}"
         self.code = EXIT_SAVED
 
-    def _node_code(self, command_code: int, received_signal: int | None, *, is_head_lost: bool) -> int:
+    def _choose_node_code(self, command_code: int, received_signal: int | None, *, is_head_lost: bool) -> int:
         """Return the exit code of this node, whose command has ended and has not saved its state.
 
         If the command has ended by itself, return its exit code, or 128 plus the signal that killed it, as a
@@ -323,18 +327,19 @@ class NodeAttempt:
         then stands for the reason: the head is lost, the start took too long, or the node agent has received
         a signal.
         """
+        # The order matters. A command that has ended with 0 has done its part, even if it was told to end.
         if command_code == 0:
             return 0
         if is_head_lost or self.stall_reason:
             return EXIT_TOOL_FAILED
-        if self.deadline.is_forced:
+        if self.deadline.is_forced:  # the node agent has sent a signal that leaves no time to save
             return EXIT_NO if received_signal is None else 128 + received_signal
         if command_code > 0:
             return command_code
         if command_code == -signal.SIGKILL:
             self._log(
                 "the program was killed (SIGKILL), often by the kernel because memory ran out: "
-                f"{explain.memory_remedy(self._node.config.command.memory)}"
+                f"{explain.memory_remedy(self._node_context.config.command.memory)}"
             )
         # The code of a killed command is the negative signal: -9 becomes 137.
         return 128 - command_code
@@ -353,7 +358,8 @@ class NodeAttempt:
         # explanation.
         if not self._is_asked_to_stop and not self.deadline.has_begun:
             self._log_explanations(self.failure)
-        dumps = nccl.recorder_dumps(self._node.env, self.began_at)
+        # A line about the files that torch's flight recorder has written in this attempt, or "".
+        dumps = nccl.recorder_dumps(self._node_context.env, self.began_at)
         if dumps:
             self._log(dumps)
 
@@ -367,11 +373,12 @@ class NodeAttempt:
         if failure is not None and failure.rank is not None:  # None: torchrun or the user's command failed
             if not failure.lines:
                 return  # a rank without a traceback was usually killed, and the final message explains that
-            is_only_node = self._node.session.placement.nnodes == 1
-            # On several nodes, the head explains a failure that is only a consequence of another rank's end.
+            is_only_node = self._node_context.session.placement.nnodes == 1
+            # `after_peer`: the error only says that another rank is gone. On several nodes, the head explains
+            # it (`failures.describe_run_failure`), so it counts here as if the cause were known.
             has_cause = not (failure.after_peer and is_only_node)
         output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
-        memory = self._node.config.command.memory
+        memory = self._node_context.config.command.memory
         for explanation in explain.find_explanations(output, memory=memory, has_cause=has_cause):
             self._log(*explanation.lines)
 
@@ -380,27 +387,29 @@ class NodeAttempt:
 
         Return None if nothing has failed by itself. A command that the node agent has ended did not fail.
         """
-        command = self._running_command
-        if self._node.config.command.is_per_node:
+        command = self._running_command  # it has ended, so `code` is its exit code
+        # With ``--per-node``, there are no workers whose records could be read, so the command is judged.
+        if self._node_context.config.command.is_per_node:
             if self.deadline.has_begun:
                 return None
             return failures.command_failure(command.code or 0, command.output_tail())
+        # A signal that the node agent itself has sent (`is_forced`) is no cause.
         killed_by = 0
         if command.code is not None and not self.deadline.is_forced:
             killed_by = max(0, -command.code)  # -9 if SIGKILL has ended torchrun
-        return failures.find_node_failure(self._node.stop_folder, killed_by)
+        return failures.find_node_failure(self._node_context.stop_folder, killed_by)
 
     def _write_log(self) -> str:
         """Write the end of the command's error output into a log file for this node.
 
         Return its path, or "" if no log can be written.
         """
-        node = self._node
+        node = self._node_context
         name = plan.host_label(node.config.node.host)
         if node.session.host_index > 0:  # a second node agent on the same host
             name += f"-{node.session.host_index + 1}"
-        text = self._running_command.output_tail()
-        return failures.write_log(text, node.log_folder, name, self._order.attempt)
+        error_output = self._running_command.output_tail()
+        return failures.write_log(error_output, node.log_folder, name, self._order.attempt)
 
     def report(self) -> AttemptEnded:
         """Return the message to the head about the end of this attempt."""

@@ -122,7 +122,7 @@ _GPU_VARIABLES = ("IMGKIT_GPUS", "SLURM_GPUS_ON_NODE")
 MAX_WARNINGS = 2
 """Largest number of lines about warnings at the start."""
 # Largest width of the column of values in a dry run. A longer value pushes its source to the right.
-_WIDEST = 24
+_MAX_VALUE_WIDTH = 24
 # Kubeflow's operators pass the number of processes in this variable. The plan uses its value, and removes the
 # variable from the workers' environment, since torchrun would read it as well.
 _PET_NPROC = "PET_NPROC_PER_NODE"
@@ -191,13 +191,14 @@ class LaunchPlan:
             yield from (str(decision) for decision in self.decisions if decision.used)
             yield from messages.warnings
             return
+        # `hidden` contains the notes and warnings that only -v shows.
         yield f"{self._title()} (to see why: -v)"
         yield from (text for text in messages.notes if text not in messages.hidden)
         warnings = [text for text in messages.warnings if text not in messages.hidden]
         if len(warnings) <= MAX_WARNINGS:
             yield from (f"warning: {text}" for text in warnings)
             return
-        # The last line counts the warnings that are left out.
+        # The last line counts the warnings that are left out, and is itself one of the `MAX_WARNINGS` lines.
         shown = warnings[: MAX_WARNINGS - 1]
         yield from (f"warning: {text}" for text in shown)
         yield f"{len(warnings) - len(shown)} more warnings (to see them: -v)"
@@ -216,7 +217,8 @@ class LaunchPlan:
         """Yield the lines of ``--dry-run``: each value with its source, the warnings, and the command."""
         rows = [*self._placement_rows(), *self._decision_rows(), *self._variable_rows()]
         name_width = max(len(row.name) for row in rows)
-        value_width = min(_WIDEST, max(len(row.value) for row in rows))
+        # One very long value must not move the sources of all rows to the right.
+        value_width = min(_MAX_VALUE_WIDTH, max(len(row.value) for row in rows))
         for row in rows:
             yield f"{row.name:{name_width}}  {row.value:{value_width}}  {row.source}".rstrip()
         yield from (f"note: {text}" for text in self.messages.notes)
@@ -226,10 +228,11 @@ class LaunchPlan:
     def _placement_rows(self) -> Iterator[_DryRunRow]:
         """Yield the rows of a dry run about the nodes, and about how the workers start on them."""
         yield _DryRunRow("scheduler", self.placement.scheduler)
+        # The text that stands in the column for the source, if the scheduler or the user gave no value.
         defaults = {"nnodes": "this machine alone", "node_rank": "the only node", "port": "from the job id"}
-        values = _placement_dict(self.placement)
+        placement_values = _make_placement_dict(self.placement)
         for name in ("nnodes", "node_rank", "hosts", "head", "port", "job_id"):
-            value = ",".join(values["hosts"]) if name == "hosts" else str(values[name])
+            value = ",".join(placement_values["hosts"]) if name == "hosts" else str(placement_values[name])
             # A value without a source is a default.
             source = self.placement.source.get(name) or defaults.get(name, "")
             yield _DryRunRow(name, value or "-", source)
@@ -251,6 +254,7 @@ class LaunchPlan:
         if self.image and any(decision.origin == "user" for decision in self.decisions):
             yield _DryRunRow("image", "unknown", self.image)
         for decision in self.decisions:
+            # The reason of an unused value says why imgkit does not set it.
             reason = decision.reason if decision.used else f"not set: {decision.reason}"
             yield _DryRunRow(decision.variable, decision.value or "-", reason)
 
@@ -269,7 +273,7 @@ class LaunchPlan:
             "schema": SCHEMA,
             "scheduler": self.placement.scheduler,
             "source": dict(self.placement.source),
-            "placement": _placement_dict(self.placement),
+            "placement": _make_placement_dict(self.placement),
             "max_failures": self.max_failures,
             "nproc": self.nproc,
             "mode": self.mode,
@@ -293,7 +297,7 @@ class _DryRunRow(NamedTuple):
     """Where the value comes from, such as ``SLURM_NNODES``, or its reason."""
 
 
-def _placement_dict(placement: Placement) -> dict[str, Any]:
+def _make_placement_dict(placement: Placement) -> dict[str, Any]:
     """Return the nodes of the run, as a part of the JSON document of a dry run."""
     return {
         "nnodes": placement.nnodes,
@@ -355,13 +359,13 @@ def decide_launch(
     mode = _choose_mode(request, placement)
     argv = tuple(worker)
     if mode == "direct":
-        variables |= _rank_variables(placement)
+        variables |= _make_rank_variables(placement)
     elif mode == "per-node":
         if placement.node_rank > 0:
             argv += request.worker_args
         unset += [name for name in per_node.RANK_VARIABLES if name in env]
     else:
-        argv = (*_torchrun_argv(torchrun, request, placement, host, nproc.value), *worker)
+        argv = (*_build_torchrun_argv(torchrun, request, placement, host, nproc.value), *worker)
         variables["IMGKIT_START"] = _choose_start_method(request, device.value, is_imgkits=is_imgkits)
     network_warnings = tuple(str(finding) for finding in network.warnings)
     # On one node, Gloo uses the loopback interface. Warnings about the cluster's network do not matter then.
@@ -381,8 +385,8 @@ def decide_launch(
         image=network.image,
         messages=StartMessages(
             warnings=(
-                *_unused_nproc(request, placement, nproc.value, env),
-                *_useless_spares(placement),
+                *_warn_of_unused_nproc(request, placement, nproc.value, env),
+                *_warn_of_useless_spares(placement),
                 *network_warnings,
             ),
             hidden=frozenset(() if uses_network else network_warnings),
@@ -451,7 +455,7 @@ def _choose_max_failures(request: Request, placement: Placement) -> int:
     return DEFAULT_FAILURES if placement.size else 0
 
 
-def _useless_spares(placement: Placement) -> tuple[str, ...]:
+def _warn_of_useless_spares(placement: Placement) -> tuple[str, ...]:
     """Return a warning if the run has spares that cannot replace lost nodes. Otherwise return ().
 
     There are two cases. If the launcher has started the ranks without torchrun, all ranks take part. The
@@ -480,19 +484,19 @@ def _choose_device(
     """
     if request.device == "cpu":
         return Decision(variable="device", value="cpu", reason="")
-    _refuse_amd(host)
+    _refuse_amd(host)  # before the number of GPUs is read, since an AMD image must not fall back to the CPU
     if host.gpus:
         return Decision(variable="device", value="cuda", reason=f"{host.gpus} GPUs: {host.gpus_source}")
-    expected, source = _expected_gpus(system, env)
+    expected, source = _find_expected_gpus(system, env)
     # Without these errors, a forgotten --nv would silently start the ranks on the CPU.
     if expected:
-        raise _no_gpu_error(host, str(expected), f"{source} says {expected} per node")
+        raise _make_no_gpu_error(host, str(expected), f"{source} says {expected} per node")
     if request.device == "cuda":
-        raise _no_gpu_error(host, "N", "--device cuda asks for one")
+        raise _make_no_gpu_error(host, "N", "--device cuda asks for one")
     return Decision(variable="device", value="cpu", reason="no GPU is visible, and none is expected")
 
 
-def _no_gpu_error(host: HostFacts, number: str, reason: str) -> NoPlan:
+def _make_no_gpu_error(host: HostFacts, number: str, reason: str) -> NoPlan:
     """Return the error about a node on which a GPU is needed, but none is visible.
 
     Parameters
@@ -531,11 +535,12 @@ def _refuse_amd(host: HostFacts) -> None:
     )
 
 
-def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
+def _find_expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[int, str]:
     """Return the number of GPUs that this node must have, and the source of the number.
 
-    The image's recipe takes precedence over the job's variables. If neither gives a number, return ``(0,
-    "")``.
+    The image's recipe (`system`) takes precedence over the job's variables, such as those of Slurm, in `env`.
+    If neither gives a number, return ``(0, "")``. The caller raises an error if a number is given and no GPU
+    is visible.
     """
     if system is not None and system.node.gpus:
         source = str(SYSTEM_JSON)
@@ -543,9 +548,9 @@ def _expected_gpus(system: SystemFacts | None, env: Mapping[str, str]) -> tuple[
             source += f" ({system.node.gpu_model})"
         return system.node.gpus, source
     for name in _GPU_VARIABLES:
-        value = env.get(name)
-        if value:  # a value that is not a number is ignored, as if no GPU were expected
-            return parse_digits(value) or 0, name
+        gpu_count = env.get(name)
+        if gpu_count:  # a value that is not a number is ignored, as if no GPU were expected
+            return parse_digits(gpu_count) or 0, name
     return 0, ""
 
 
@@ -558,28 +563,29 @@ def _choose_nproc(
     ------
     NoPlan : several workers would share a GPU, or the number from a Kubernetes operator cannot be read.
     """
-    # The launcher has started every rank itself, without torchrun.
+    # The order is the precedence. `direct` is set if the launcher has started every rank itself, without
+    # torchrun. The number of workers can then no longer be changed.
     if placement.direct is not None:
-        number, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
+        worker_count, reason = placement.direct.local_world_size, f"{placement.scheduler} started them"
     elif request.nproc != "auto":
-        number, reason = int(request.nproc), "--nproc"
+        worker_count, reason = int(request.nproc), "--nproc"
     elif env.get(_PET_NPROC):
-        number, reason = _operators_nproc(env[_PET_NPROC], host)
+        worker_count, reason = _read_operators_nproc(env[_PET_NPROC], host)
     elif device == "cuda":
-        number, reason = host.gpus, "one per GPU"
+        worker_count, reason = host.gpus, "one per GPU"
     else:
-        number, reason = 1, "no GPU: one; --nproc N starts more"
-    if device == "cuda" and number > host.gpus:
+        worker_count, reason = 1, "no GPU: one; --nproc N starts more"
+    if device == "cuda" and worker_count > host.gpus:
         raise NoPlan(
-            f"{number} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
+            f"{worker_count} processes with {host.gpus} visible GPUs would put several ranks on one GPU",
             where=host.gpus_source,
             hint=f"give --nproc {host.gpus} or less, or --device cpu",
         )
-    return Decision(variable="nproc", value=str(number), reason=reason)
+    return Decision(variable="nproc", value=str(worker_count), reason=reason)
 
 
-def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
-    """Return the number of processes that a Kubernetes operator requests, and its source.
+def _read_operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
+    """Return the number of processes (workers) that a Kubernetes operator requests, and its source.
 
     `text` is the value of `_PET_NPROC`. As for torchrun's ``--nproc-per-node``, it is a number, ``auto``,
     ``gpu`` or ``cpu``.
@@ -588,14 +594,15 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     ------
     NoPlan : `text` is none of these values, or stands for no process at all.
     """
-    # As in torchrun, "auto" means one process per GPU, or one per processor on a node without GPUs.
+    # As in torchrun, "auto" means one process per GPU, or one per processor on a node without GPUs. The order
+    # of the two conditions matters: on a node with GPUs, the first one must catch "auto".
     if text in ("auto", "gpu") and host.gpus:
         return host.gpus, f"{_PET_NPROC}={text}: one per GPU"
     if text in ("auto", "cpu"):
         return host.cpus, f"{_PET_NPROC}={text}: one per processor allowed"
-    number = parse_digits(text)
-    if number and number <= _MAX_NPROC:
-        return number, _PET_NPROC
+    worker_count = parse_digits(text)
+    if worker_count and worker_count <= _MAX_NPROC:
+        return worker_count, _PET_NPROC
     reason = f" ({host.gpus_source})" if text == "gpu" else ""
     raise NoPlan(
         f"{text[:200]!r} is not a number of processes on this node{reason}",
@@ -604,15 +611,16 @@ def _operators_nproc(text: str, host: HostFacts) -> tuple[int, str]:
     )
 
 
-def _unused_nproc(
+def _warn_of_unused_nproc(
     request: Request, placement: Placement, nproc: str, env: Mapping[str, str]
 ) -> tuple[str, ...]:
     """Return a warning if the run does not use the number of processes that a Kubernetes operator requests.
 
-    Otherwise return ().
+    Otherwise return (). The operator requests the number in the variable `_PET_NPROC`. `nproc` is the number
+    of processes (workers) that start on this node.
     """
-    value = env.get(_PET_NPROC, "")
-    if value in ("", "auto", nproc):
+    requested = env.get(_PET_NPROC, "")
+    if requested in ("", "auto", nproc):
         return ()
     if placement.direct is not None:
         reason = f"{placement.scheduler} started them"
@@ -620,7 +628,7 @@ def _unused_nproc(
         reason = "--nproc takes precedence"
     else:
         return ()
-    return (f"{_PET_NPROC}={value[:200]} is not used: {reason}, {nproc} on this node",)
+    return (f"{_PET_NPROC}={requested[:200]} is not used: {reason}, {nproc} on this node",)
 
 
 def _choose_threads(
@@ -633,32 +641,39 @@ def _choose_threads(
     """Choose OMP_NUM_THREADS, which is the number of CPU threads that each worker uses.
 
     It is the user's value, or else the processors of this node divided by the number of workers. Return None
-    if the image's recipe sets the variable: it is then part of the network's variables.
+    if the image's recipe sets the variable: `fabric.choose_fabric` then includes it in the plan's variables.
+
+    Parameters
+    ----------
+    nproc : number of workers on this node.
+    binding : the processors to which each worker is bound. Its `value` is empty if workers are not bound.
+    system : what the image's recipe says, or None if there is no recipe.
     """
     name = "OMP_NUM_THREADS"
-    value = env.get(name)
+    current_value = env.get(name)
+    # `env` contains the variables of the image as well. A value that equals the image's is not the user's.
     image_value = (host.image_env or {}).get(name)
     recipe_value = system.env.get(name) if system else None
     # The recipe sets the variable, and nobody has overridden it.
-    if recipe_value is not None and value in (None, image_value, recipe_value):
+    if recipe_value is not None and current_value in (None, image_value, recipe_value):
         return None
     # PBS sets the variable to the number of processors of the chunk, and mpiexec passes it on. The user has
     # not chosen this value. With it, each of the nproc workers would start a thread for every processor of
     # the chunk.
-    is_from_pbs = bool(env.get("PBS_JOBID")) and value in (env.get("NCPUS"), str(host.cpus))
-    if value and not is_from_pbs and value != image_value:
-        return Decision(variable=name, value=value, reason="set by the user", origin="user")
+    is_from_pbs = bool(env.get("PBS_JOBID")) and current_value in (env.get("NCPUS"), str(host.cpus))
+    if current_value and not is_from_pbs and current_value != image_value:
+        return Decision(variable=name, value=current_value, reason="set by the user", origin="user")
     cpus = host.cpus // nproc
     reason = f"{host.cpus} processors allowed / {nproc} processes"
     if binding.value and binding.cpus_per_worker < cpus:
         cpus = binding.cpus_per_worker
         reason = f"a worker has {cpus} processors beside its GPU"
-    if value and value == image_value:
+    if current_value and current_value == image_value:
         reason += f"; replaces the image's {image_value!r}"
     return Decision(variable=name, value=str(max(1, cpus)), reason=reason)
 
 
-def _rank_variables(placement: Placement) -> dict[str, str]:
+def _make_rank_variables(placement: Placement) -> dict[str, str]:
     """Return the variables that torchrun sets for a worker, such as RANK.
 
     They are for a worker that the launcher has started itself, without torchrun.
@@ -674,15 +689,25 @@ def _rank_variables(placement: Placement) -> dict[str, str]:
     }
 
 
-def _torchrun_argv(
+def _build_torchrun_argv(
     module: str, request: Request, placement: Placement, host: HostFacts, nproc: str
 ) -> tuple[str, ...]:
-    """Return the argv of torchrun up to the worker's argv, which the caller appends."""
+    """Return the argv of torchrun up to the worker's argv, which the caller appends.
+
+    Values that are known only once an attempt (a start of the workers on all nodes) begins are markers, such
+    as `PORT_PENDING`. `fill_markers` replaces them.
+
+    Parameters
+    ----------
+    module : the Python module that runs torchrun.
+    nproc : number of workers on this node.
+    """
     # On one node, use the loopback address. A container without a network cannot resolve the host's name, and
     # torchrun would hang for ten minutes.
     head = placement.head if placement.nnodes > 1 else "127.0.0.1"
     nnodes, node_rank = str(placement.nnodes), str(placement.node_rank)
-    # With spares, the number of nodes and the rank of this node may change from attempt to attempt.
+    # `size` is set in a run with spares, which are nodes that replace lost ones. There, the number of nodes
+    # and the rank of this node may change from attempt to attempt.
     if placement.size and placement.nnodes > 1:
         nnodes, node_rank = NNODES_PENDING, NODE_RANK_PENDING
     options = {
@@ -695,13 +720,13 @@ def _torchrun_argv(
         "--master-addr": head,
         "--master-port": PORT_PENDING,
         "--nproc-per-node": nproc,
-        "--max-restarts": "0",
+        "--max-restarts": "0",  # the node agents start the workers again, on all nodes together
         "--monitor-interval": "0.1",  # seconds; torch 2.3 checks its workers only every 5 s by default
     }
     if is_torch_since(host.torch_version, _SHUTDOWN_SINCE):
         options["--shutdown-timeout"] = "3"
     options["--tee"] = "3" if request.prefix else "0"  # 3: both standard output and standard error
-    options["--log-dir"] = _torchrun_logs(request, placement, host)
+    options["--log-dir"] = _choose_torchrun_log_folder(request, placement, host)
     # With -I and --no-python, neither torchrun nor imgkit's programs import modules from the current folder
     # or from PYTHONPATH. Without -u, torchrun would hold the workers' lines back until its end if stdout is a
     # file.
@@ -712,7 +737,7 @@ def _torchrun_argv(
     return (*argv, "--no-python", "--")
 
 
-def _torchrun_logs(request: Request, placement: Placement, host: HostFacts) -> str:
+def _choose_torchrun_log_folder(request: Request, placement: Placement, host: HostFacts) -> str:
     """Return the folder for the output of each process, or the marker `LOGS_PENDING` if the user names none.
 
     `fill_markers` later replaces the marker with a folder inside the node's stop folder.
@@ -762,10 +787,10 @@ def fill_markers(argv: Sequence[str], order: AttemptStart, node_rank: int, stop_
     The values are known only once the head orders the start of the attempt. `order` is that message.
     """
     attempt = f"attempt{order.attempt}"
-    values = {
+    marker_values = {
         PORT_PENDING: str(order.port),
         NNODES_PENDING: str(order.nnodes),
         NODE_RANK_PENDING: str(node_rank),
         LOGS_PENDING: str(stop_folder / "logs" / attempt),
     }
-    return [values.get(arg, arg).replace(ATTEMPT_PENDING, attempt) for arg in argv]
+    return [marker_values.get(arg, arg).replace(ATTEMPT_PENDING, attempt) for arg in argv]

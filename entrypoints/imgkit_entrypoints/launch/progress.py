@@ -98,9 +98,9 @@ class StepTimer:
 
     def __init__(self, start_s: float) -> None:
         self._start_s = start_s
-        self._attempt_s = start_s
+        self._attempt_start_s = start_s
         """Time at which the wait for a first step began: the start of the run, or of a later attempt."""
-        self._first_attempt_s: float | None = None
+        self._first_attempt_start_s: float | None = None
         self._parts = {"starting": 0.0, "training": 0.0, "saving": 0.0}
         self._has_steps = False
 
@@ -112,11 +112,11 @@ class StepTimer:
         with contextlib.suppress(OSError):
             (folder / PROGRESS_FILE).unlink(missing_ok=True)  # the notes of an earlier attempt
         now_s = time.monotonic()
-        if self._first_attempt_s is None:
-            self._first_attempt_s = now_s  # `_attempt_s` stays at the start of the run
+        if self._first_attempt_start_s is None:
+            self._first_attempt_start_s = now_s  # `_attempt_start_s` stays at the start of the run
         else:
-            self._attempt_s = now_s
-        return self._first_attempt_s
+            self._attempt_start_s = now_s
+        return self._first_attempt_start_s
 
     def end_attempt(self, folder: Path) -> None:
         """Add the times of an attempt that has ended: for starting, training and saving.
@@ -129,10 +129,10 @@ class StepTimer:
         self._has_steps = True
         # The numbers come from the program and may be wrong. No number may make a part negative or too long.
         end_s = time.monotonic()
-        first_s = _clamp(progress.first_step_s, self._attempt_s, end_s)
+        first_s = _clamp(progress.first_step_s, self._attempt_start_s, end_s)
         last_s = _clamp(progress.last_s, first_s, end_s)
         saving_s = _clamp(progress.saving_s, 0.0, last_s - first_s)
-        self._parts["starting"] += first_s - self._attempt_s
+        self._parts["starting"] += first_s - self._attempt_start_s
         self._parts["training"] += last_s - first_s - saving_s
         self._parts["saving"] += saving_s
 
@@ -146,11 +146,11 @@ class StepTimer:
         total_s = time.monotonic() - self._start_s
         # Tenths of a second matter only in short runs.
         decimals = 0 if total_s >= ROUNDED_S else 1
-        parts = []
+        part_texts = []
         for name, seconds in self._parts.items():
             percent = 100 * seconds / total_s
-            parts.append(f"{name} {seconds:.{decimals}f} s ({percent:.0f} %)")
-        return f"{total_s:.{decimals}f} s on {count_text(nodes, 'node')}: {', '.join(parts)}"
+            part_texts.append(f"{name} {seconds:.{decimals}f} s ({percent:.0f} %)")
+        return f"{total_s:.{decimals}f} s on {count_text(nodes, 'node')}: {', '.join(part_texts)}"
 
 
 def _clamp(value: float, low: float, high: float) -> float:

@@ -22,9 +22,9 @@ _MOUNT_POINT = 4  # the index of the fifth field (proc_pid_mountinfo(5))
 def refuse_missing_code(env: Mapping[str, str]) -> None:
     """Raise NoPlan if the run's copy of the user's code is not mounted in the container.
 
-    Otherwise, the program would run the image's older code, or not be found. A run without a copy passes. The
-    digest is not compared with the content of the copy, because the program may have changed files before a
-    requeue.
+    Otherwise, the program would run the image's older code, or not be found. If the run has a copy,
+    `CODE_VARIABLE` contains its digest. A run without a copy passes. The digest is not compared with the
+    content of the copy, because the program may have changed files before a requeue.
     """
     code = env.get(CODE_VARIABLE, "")
     if not code:
@@ -32,7 +32,7 @@ def refuse_missing_code(env: Mapping[str, str]) -> None:
     # The list of mounts shows whether the folder is a mount, even if the image has a folder of the same name.
     mounts = facts.Reader(root=facts.root_of(env)).text(_MOUNTS) or ""
     for line in mounts.splitlines():
-        fields = line.split(" ")
+        fields = line.split(" ")  # "36 35 98:0 / /workspace rw,noatime - ext3 /dev/root rw"
         if len(fields) > _MOUNT_POINT and fields[_MOUNT_POINT] == f"/{WORKSPACE}":
             return
     raise NoPlan(

@@ -66,8 +66,8 @@ class RunFiles:
         """
         use = gpu_use.combine_uses(session.gpu_uses.values())
         if use:
-            text = json.dumps(dataclasses.asdict(use)) + "\n"
-            self._write(stop_protocol.GPU_USE, text, "imgkit will not see how much its GPUs are used")
+            document = json.dumps(dataclasses.asdict(use)) + "\n"
+            self._write(stop_protocol.GPU_USE, document, "imgkit will not see how much its GPUs are used")
         return use
 
     def write_gpu_use_when_due(self, session: HeadSession) -> None:
@@ -104,7 +104,7 @@ class RunFiles:
         try:
             return self.folder.request_requeue(saved_state)
         except OSError as error:
-            self._warn(error, "no script requeues the job")
+            self._warn_of_lost_file(error, "no script requeues the job")
         return EXIT_SAVED
 
     def _write(self, name: str, text: str, loss: str) -> None:
@@ -114,8 +114,8 @@ class RunFiles:
         try:
             self.folder.write(name, text)
         except OSError as error:
-            self._warn(error, loss)
+            self._warn_of_lost_file(error, loss)
 
-    def _warn(self, error: OSError, loss: str) -> None:
+    def _warn_of_lost_file(self, error: OSError, loss: str) -> None:
         assert self.folder is not None  # noqa: S101 - the callers return early without a folder
         self._log(f"warning: {self.folder.path}: {error.strerror}; {loss}")

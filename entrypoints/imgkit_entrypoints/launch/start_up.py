@@ -41,7 +41,7 @@ class StartUp:
 
     def __init__(self, end_s: float, parts: Mapping[str, float] | None = None) -> None:
         self.parts = dict(parts or {})
-        self._end_s = end_s
+        self._last_end_s = end_s
         """End of the last part, or the beginning of the start, on the monotonic clock."""
 
     @classmethod
@@ -50,7 +50,7 @@ class StartUp:
 
         The node agent has measured the first parts. This method adds the part ``torchrun``, from the start of
         torchrun until this process has started. Without a node agent, nothing was measured, so the result has
-        no parts.
+        no parts. `env` is the environment of the worker, in which `VARIABLE` contains the first parts.
         """
         worker_start_s = process_start_s()
         try:
@@ -73,12 +73,12 @@ class StartUp:
         """
         if end_s is None:
             end_s = time.monotonic()
-        self.parts[name] = self.parts.get(name, 0.0) + max(0.0, end_s - self._end_s)
-        self._end_s = max(self._end_s, end_s)
+        self.parts[name] = self.parts.get(name, 0.0) + max(0.0, end_s - self._last_end_s)
+        self._last_end_s = max(self._last_end_s, end_s)
 
     def variables(self, first_attempt_s: float) -> dict[str, str]:
         """Return variables that pass the parts, and the time of the first attempt, to the workers."""
-        fields = [f"{self._end_s:.3f}"]
+        fields = [f"{self._last_end_s:.3f}"]
         for name, seconds in self.parts.items():
             fields.append(f"{name}={seconds:.3f}")
         return {VARIABLE: " ".join(fields), FIRST_ATTEMPT: f"{first_attempt_s:.3f}"}
@@ -110,7 +110,8 @@ def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))  # in seconds of the epoch
     if folder is None or job_s is None:
         return process_s
-    # The monotonic clock does not count from the epoch, so convert the time by its age.
+    # `last_change_s` is 0 if the job starts the run for the first time. The monotonic clock does not count
+    # from the epoch, so convert the time by its age.
     age_s = time.time() - max(float(job_s), folder.last_change_s())
     # A clock that was set wrongly gives an impossible age.
     if not 0 <= age_s <= LONGEST_S:

@@ -87,6 +87,7 @@ def use_stop_folder(parent: str, node_rank: int) -> Iterator[Path]:
                 files.make_own_folder(path)
             else:
                 path = _temporary_folder()
+                # The own folder is locked first, so that another start does not take it for an abandoned one.
                 stack.enter_context(locked_folder(path))
                 _remove_abandoned(path.parent)
             clear_stop_folder(path)
@@ -153,6 +154,7 @@ def _remove_abandoned(parent: Path) -> None:
                 age_s = time.time() - os.fstat(lock.fileno()).st_mtime
         except OSError:  # in use, another user's folder, or a folder of an imgkit without locks
             continue
+        # Another start creates its folder before it locks it, so a new folder without a lock may be in use.
         if age_s > NEW_S and not files.is_foreign_folder(path):
             shutil.rmtree(path, ignore_errors=True)
 
@@ -212,6 +214,7 @@ def read_saved_step(stop_folder: Path, job_id: str) -> tuple[str | None, str]:
         return None, f"{path} is ignored: {error.strerror}"
     except UnicodeDecodeError as error:
         return None, f"{path} cannot be read: {error}"
+    # Another job may have left the file in the same folder. Its state would be counted as this run's.
     saved_job = fields[0] if fields else "nothing"
     if saved_job != job_id:
         return None, f"{path} names job {saved_job}, not {job_id} (IMGKIT_JOB_ID), so it is ignored"
@@ -362,6 +365,7 @@ class RunFolder:
         ------
         OSError : the request cannot be written.
         """
+        # This file belongs to a person, whose request takes precedence over the requeue.
         file = self.stop_file()
         if file:
             self.log(f"state saved ({state}), not requeued: {file} prevents the run from starting")
@@ -369,6 +373,8 @@ class RunFolder:
         if state == self._last_requeued_state():
             self.log(f"state saved ({state}) where it was at the last start: not requeued")
             return EXIT_SAVED
+        # `REQUEUE` comes last, because the job script acts on it. If it came first and the second write
+        # failed, a run without progress could be requeued again and again.
         self.write(REQUEUED, f"{state}\n")
         self.write(REQUEUE, "")
         return EXIT_SAVED
@@ -428,6 +434,7 @@ class CollectedSignals:
         A second TERM or INT means that the user wants the run to end immediately. Two signals in quick
         succession count as one, because launchers forward signals that the process also gets directly.
         """
+        # A signal handler runs between any two instructions of the program, so it only stores what happened.
         now = time.monotonic()
         previous_at = self._received_at.get(number)
         self._received_at[number] = now
@@ -456,14 +463,14 @@ class CollectedSignals:
         srun sends TERM to the other tasks of a step once the first one has ended. A process that is about to
         exit must ignore it, because it would lose its own exit code if the signal killed it.
         """
-        for number in STOP_SIGNALS:
-            signal.signal(number, self.record)
+        for stop_signal in STOP_SIGNALS:
+            signal.signal(stop_signal, self.record)
         previous_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:
             yield self
         finally:
             signal.set_wakeup_fd(previous_wakeup_fd)
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+            for stop_signal in STOP_SIGNALS:
+                signal.signal(stop_signal, signal.SIG_IGN)
             os.close(self._reader)
             os.close(self._writer)

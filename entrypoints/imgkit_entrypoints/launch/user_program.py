@@ -53,11 +53,13 @@ def main(argv: list[str]) -> None:
 
     `argv` is the command line of this module: its options, and then the program with its arguments.
     """
+    # All of this must be done before the program runs, because the program may fork, fail or hang at once.
     sys.excepthook = excepthook
     os.register_at_fork(after_in_child=_name_bad_samples)
     open_watchdog_files()
     _unblock_stop_signals()
     passes_local_rank = is_module = False
+    # The options come before the program. The program's own arguments are not read.
     while argv[0] in ("--pass-local-rank", "-m"):
         option = argv.pop(0)
         passes_local_rank |= option == "--pass-local-rank"
@@ -90,8 +92,8 @@ def _unblock_stop_signals() -> None:
     blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # blocks nothing more
     if signal.SIGTERM not in blocked_signals:
         return
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda *_: None)
+    for stop_signal in STOP_SIGNALS:
+        signal.signal(stop_signal, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.register_at_fork(after_in_child=_obey_parent_only)
 
@@ -103,6 +105,7 @@ def _set_import_path(program: str, *, is_module: bool) -> None:
     until now the entry is the folder of this file. With -P (safe_path), Python adds no such entry, and this
     function adds none either.
     """
+    # Older versions of Python have no option -P, and so no flag.
     has_entry = not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]
     if not has_entry:
         return
@@ -125,8 +128,10 @@ def open_watchdog_files() -> None:
     position = signs = -1
     try:
         stacks_file = _create_private_file(os.path.join(folder, f"stacks-{rank}"))  # noqa: PTH118
+        # Only the main thread: other threads go on running, so their frames cannot be read safely.
         faulthandler.register(STACK_SIGNAL, file=stacks_file, all_threads=False)
-        _open_files.append(stacks_file)
+        _open_files.append(stacks_file)  # the file must stay open, since the handler writes to its descriptor
+        # This file comes last: once it exists, the node agent may ask for a stack.
         with _create_private_file(os.path.join(folder, f"pulse-{rank}")) as pulse_file:  # noqa: PTH118
             pulse_file.write(struct.pack("qqq", os.getpid(), position, signs))
     except OSError:  # for example on a full disk: the program runs, but the watchdog cannot watch it
@@ -151,8 +156,8 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     Python calls this function for an exception that the program has not caught (sys.excepthook).
     """
     try:
-        text = format_error(error, trace)
-        is_recorded = record_error(text, sample=find_sample(trace), address=find_unreachable(error))
+        error_text = format_error(error, trace)
+        is_recorded = record_error(error_text, sample=find_sample(trace), address=find_unreachable(error))
     # Anything can fail here: the exception may have no text, or the program may have changed these modules.
     # The error must be printed in any case.
     except Exception:
@@ -204,6 +209,7 @@ def _starts_programs(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     if _is_python_start(file):
         return True
+    # This file is in a folder of the package, so its grandparent is the folder of the package.
     package = os.path.dirname(os.path.dirname(__file__))  # noqa: PTH120
     if file.startswith(f"{package}{os.sep}"):
         return True
@@ -238,7 +244,7 @@ def find_unreachable(error: BaseException | None) -> str:
     """
     visited_errors = list[BaseException]()
     while error is not None and error not in visited_errors:  # errors can refer to each other in a circle
-        address = _connect_address(error)
+        address = _find_connect_address(error)
         if address:
             return address
         visited_errors.append(error)
@@ -246,17 +252,21 @@ def find_unreachable(error: BaseException | None) -> str:
     return ""
 
 
-def _connect_address(error: BaseException) -> str:
-    """Return the ``HOST:PORT`` to which the innermost frames of `error` tried to connect, or ""."""
+def _find_connect_address(error: BaseException) -> str:
+    """Return the ``HOST:PORT`` to which the innermost frames of `error` tried to connect, or "".
+
+    Only errors of the operating system count. Python's functions `create_connection` and `getaddrinfo` have
+    the local variables ``host`` and ``port``.
+    """
     address = ""
     if not isinstance(error, OSError):
         return address
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        values = frame.f_locals
+        frame_variables = frame.f_locals
         is_connecting = frame.f_code.co_name in ("create_connection", "getaddrinfo")
-        if is_connecting and "host" in values and "port" in values:
+        if is_connecting and "host" in frame_variables and "port" in frame_variables:
             # The innermost frame comes last, and replaces the others.
-            address = f"{values['host']}:{values['port']}"
+            address = f"{frame_variables['host']}:{frame_variables['port']}"
     return address
 
 
@@ -271,7 +281,9 @@ def record_error(text: str, *, sample: object = None, address: str = "") -> bool
     sample : index of the sample of the data set that could not be read, or None.
     address : ``HOST:PORT`` to which the worker could not connect, or "".
     """
+    # The stop folder, in which the node agent and its workers exchange files.
     folder, rank = os.environ.get("IMGKIT_STOP_DIR"), os.environ.get("RANK", "")
+    # The node agent sets this variable. Without one, nobody would print the text later.
     has_agent = "IMGKIT_ATTEMPT" in os.environ
     if not has_agent or not folder or not rank.isdigit():
         return False
@@ -288,7 +300,7 @@ def record_error(text: str, *, sample: object = None, address: str = "") -> bool
             file.write(f"{time.time()}\n{text}".encode(errors="backslashreplace"))
         os.replace(temporary, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
     except OSError:
-        return False
+        return False  # the caller then prints the error itself
     print_to_log(text)
     return True
 
@@ -298,10 +310,10 @@ def print_to_log(text: str) -> None:
 
     Each line begins with `MARK`.
     """
-    data = "".join(f"{MARK}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
+    marked_lines = "".join(f"{MARK}{line}\n" for line in text.split("\n")).encode(errors="backslashreplace")
     try:
-        while data:
-            data = data[os.write(2, data) :]
+        while marked_lines:
+            marked_lines = marked_lines[os.write(2, marked_lines) :]
     except OSError:
         return
 
@@ -310,7 +322,8 @@ def _name_bad_samples() -> None:
     """Change torch so that the error of a data worker names the sample that the worker could not read.
 
     A sample is one item of the data set. A data worker sends its error to the parent process as text, and the
-    parent cannot find the sample in that text.
+    parent cannot find the sample in that text. This is called in each process that the program has forked. If
+    torch's data loader was not imported, there is no such error, so do nothing.
     """
     wrapper = getattr(sys.modules.get("torch._utils"), "ExceptionWrapper", None)
     if wrapper is None:

@@ -189,17 +189,17 @@ def read_stat(pid: int | str) -> dict[str, str]:
     """
     # An example is "4711 (python3) S 1 ...". The name in parentheses may contain spaces and parentheses, so
     # only the text after the last ")" is split. It begins with field 3.
-    _, _, text = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
-    numbered = enumerate(text.split(), start=3)
-    return {_STAT_FIELDS[number]: value for number, value in numbered if number in _STAT_FIELDS}
+    _, _, later_fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")
+    numbered_fields = enumerate(later_fields.split(), start=3)
+    return {_STAT_FIELDS[number]: value for number, value in numbered_fields if number in _STAT_FIELDS}
 
 
 class _IdleTimer:
     """Measures for how long a process has used almost no processor time."""
 
     def __init__(self) -> None:
-        self._cpu_s = 0.0  # processor time that the process had used at the last reading
-        self._read_at = 0.0
+        self._last_cpu_s = 0.0  # processor time that the process had used at the last reading
+        self._last_read_at = 0.0
         self._idle_since = math.inf
 
     def update(self, pid: int, now: float) -> float:
@@ -215,11 +215,11 @@ class _IdleTimer:
         except (OSError, ValueError, KeyError):  # the process has ended
             return -math.inf
         cpu_s = (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
-        if cpu_s - self._cpu_s > IDLE_SHARE * (now - self._read_at):
+        if cpu_s - self._last_cpu_s > IDLE_SHARE * (now - self._last_read_at):
             self._idle_since = now
-        # The time is still infinite if no reading has shown the process busy.
+        # `_idle_since` is still infinite if no reading has shown the process busy. Idle time then begins now.
         self._idle_since = min(self._idle_since, now)
-        self._cpu_s, self._read_at = cpu_s, now
+        self._last_cpu_s, self._last_read_at = cpu_s, now
         return now - self._idle_since
 
 
@@ -269,7 +269,8 @@ class _Worker:
     def update(self, note: _Note, now: float) -> None:
         """Record the data of a worker that has given a sign of life, and forget the request for its stack."""
         self.note, self.since, self.stacks_from = note, now, None
-        # Workers that write positions keep the flag. They leave the watch when `connecting` ends.
+        # A user program that moves again no longer waits in `CONNECTS`. Workers that write positions keep the
+        # flag, because they leave the watch when the context manager `connecting` ends.
         if note.writes_no_positions:
             self.is_connecting = False
 
@@ -312,9 +313,9 @@ class Watchdog:
         ask_nccl : starts a query about NCCL's state, or returns None if NCCL cannot be asked.
         """
         self._folder, self._host, self._hang_after_s, self._ask_nccl = folder, host, hang_after_s, ask_nccl
-        self._question: Question | None = None
+        self._nccl_question: Question | None = None
         self._workers: dict[int, _Worker] = {}
-        self._asked_at = 0.0
+        self._stacks_requested_at = 0.0
         self._reported: set[int] = set()
         """Ranks that were reported as late and have not moved since."""
         for path in folder.glob("pulse-*"):
@@ -341,18 +342,21 @@ class Watchdog:
     def new_reports(self, of_run: Positions | None = None) -> list[str]:
         """Check all workers, and return new reports about workers that hang, or that move again.
 
-        Call it once a second.
+        Call it once a second. The list is empty if there is nothing to report.
 
         Parameters
         ----------
         of_run : positions of the slowest and the furthest worker of the whole run, or None if unknown.
         """
         now = time.monotonic()
-        reports = self._update(now)
-        self._look_for_connecting(now)
+        # The workers are updated first, because the two other methods judge by their latest signs of life.
+        # With ``--hang-after 0``, this is needed as well, since heartbeats contain `positions`.
+        reports = self._update_workers(now)
+        self._find_connecting_workers(now)
         if self.positions is None or not self._hang_after_s:
             return reports
         low, high = self.positions
+        # A worker of another node may be behind all workers of this node. Then that node reports the hang.
         if of_run:
             low = min(low, of_run[0])
             high = max(high, of_run[1])
@@ -365,11 +369,13 @@ class Watchdog:
         """Return a report about workers of this node that hang, or "" if there is nothing to report now.
 
         A report contains stacks, and a worker needs time to write its stack. The first call that finds a hang
-        therefore only requests the stacks, and a later call returns the report.
+        therefore only requests the stacks, and a later call returns the report. `new_reports` calls this
+        method about once a second. Each hang is reported only once.
 
         Parameters
         ----------
-        low : position of the slowest worker of the whole run.
+        low : position of the slowest worker of the whole run. A position is twice the number of completed
+            steps, or one less during a step.
         high : position of the furthest worker of the whole run.
         """
         # Only the workers at the lowest position can be the cause, since all others wait for them.
@@ -377,47 +383,52 @@ class Watchdog:
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
             return ""
+        # None means that the worker was not asked since its last sign of life.
         if any(worker.stacks_from is None for worker in slowest):
             self._ask_for_reasons(slowest, now, some_are_ahead=low < high)
             return ""
-        stacks = self._read_stacks(slowest, now)
+        stacks = self._collect_stacks(slowest, now)
         if stacks is None:  # not all workers have answered, and they may still do so
             return ""
+        # `_title` reads `is_connecting`, and `_should_report` reads `_reported` in the next call.
         for worker in slowest:
             worker.is_connecting = CONNECTS in stacks[worker.note.rank]
         self._reported |= {worker.note.rank for worker in late}
         seconds = min(now - worker.since for worker in late)
-        lines = [self._title(late, seconds, low, high), *self._stack_lines(slowest, stacks)]
-        if self._question:
-            lines += self._question.lines
+        lines = [self._title(late, seconds, low, high), *self._describe_stacks(slowest, stacks)]
+        if self._nccl_question:  # its thread has ended or its time is up, as `_collect_stacks` has checked
+            lines += self._nccl_question.lines
         return "\n".join(lines)
 
     def _ask_for_reasons(self, workers: Sequence[_Worker], now: float, *, some_are_ahead: bool) -> None:
         """Ask workers that hang for their stacks, and ask NCCL for its state. The answers are read later.
+
+        `_collect_stacks` reads the answers. The time of this call starts its time limit.
 
         Parameters
         ----------
         some_are_ahead : True if other workers of the run are at a later position.
         """
         for worker in workers:
+            # A worker with `stacks_from` was asked before. Another request would lose its answer.
             if worker.stacks_from is None:
                 self._request_stack(worker, now)
-        self._asked_at = now
+        self._stacks_requested_at = now
         # If all ranks are at the same position, every node reports a hang. One answer of NCCL is enough then,
         # so only the node with rank 0 asks.
         has_rank_0 = any(worker.note.rank == 0 for worker in workers)
-        self._question = self._ask_nccl() if some_are_ahead or has_rank_0 else None
+        self._nccl_question = self._ask_nccl() if some_are_ahead or has_rank_0 else None
 
-    def _read_stacks(self, workers: Sequence[_Worker], now: float) -> Mapping[int, str] | None:
+    def _collect_stacks(self, workers: Sequence[_Worker], now: float) -> Mapping[int, str] | None:
         """Return the stacks of workers that hang, by rank, or None while an answer may still arrive.
 
         The stack of a worker that has not answered within `ANSWER_S` seconds is "".
         """
-        if self._question is not None and self._question.is_open:
+        if self._nccl_question is not None and self._nccl_question.is_open:  # NCCL may still answer
             return None
         stacks = {worker.note.rank: self._read_stack(worker) for worker in workers}
         # An empty stack means that the worker has not answered yet.
-        if not all(stacks.values()) and now - self._asked_at < ANSWER_S:
+        if not all(stacks.values()) and now - self._stacks_requested_at < ANSWER_S:
             return None
         return stacks
 
@@ -436,13 +447,14 @@ class Watchdog:
         """
         if not late:
             return False
-        # Without positions, nothing shows which worker is the cause. So report all of them once.
+        # Without positions, nothing shows which worker is the cause. So report all of them once, until the
+        # reported ones move again and leave `_reported`.
         if any(worker.note.writes_no_positions for worker in late):
             return not self._reported
         is_new = any(worker.note.rank not in self._reported for worker in late)
         return is_new and len(late) == len(slowest)
 
-    def _look_for_connecting(self, now: float) -> None:
+    def _find_connecting_workers(self, now: float) -> None:
         """Find the workers that wait for other ranks in `CONNECTS` before their first step.
 
         The stack of such a worker contains that function, so idle workers are asked for their stacks. Late
@@ -453,10 +465,11 @@ class Watchdog:
             # A worker that has reached its first step is connected already.
             if worker.note.position >= 0 or worker.is_connecting or is_late:
                 continue
+            # None means that the worker was not asked for a stack since its last sign of life.
             if worker.stacks_from is None:
                 self._request_stack_if_idle(worker, now)
             else:
-                self._read_connecting(worker, now)
+                self._update_is_connecting(worker, now)
 
     def _request_stack_if_idle(self, worker: _Worker, now: float) -> None:
         """Ask a worker for its stack if it is idle and was not asked recently.
@@ -471,7 +484,7 @@ class Watchdog:
         if idle_s >= IDLE_S and now - max(worker.since, worker.asked_at) >= interval_s:
             self._request_stack(worker, now)
 
-    def _read_connecting(self, worker: _Worker, now: float) -> None:
+    def _update_is_connecting(self, worker: _Worker, now: float) -> None:
         """Update `is_connecting` of a worker that was asked for its stack.
 
         Do nothing while the stack may still arrive.
@@ -483,17 +496,20 @@ class Watchdog:
         if not worker.is_connecting:
             worker.stacks_from = None  # None makes the watchdog ask this worker again later
 
-    def _update(self, now: float) -> list[str]:
+    def _update_workers(self, now: float) -> list[str]:
         """Read what all workers have written, and update the state of each worker.
 
         Each worker writes a note into shared memory: its position (the number of its step) and its signs of
-        life. Return a report about workers that were reported as late and now move again.
+        life. Return one line for each group of workers that were reported as late and now move again. Workers
+        that have ended are no longer watched.
         """
         # Workers that move again, grouped by the length of their hang in whole seconds.
         moved_workers: dict[int, list[_Worker]] = {}
-        # Workers that wait for a reported worker have long steps, which must not raise `longest_s`.
+        # While a hang is reported, the other workers wait for it, and their steps take long. These steps must
+        # not raise `longest_s`: it lengthens the time until a worker counts as late (`patience_s`), so the
+        # next hang would be reported too late. This is read before the loop, which removes ranks.
         is_calm = not self._reported
-        notes = list(self._read_running())
+        notes = list(self._read_running_notes())
         for rank in self._workers.keys() - {note.rank for note in notes}:
             self._forget(rank)
         for note in notes:
@@ -503,8 +519,8 @@ class Watchdog:
                 self._forget(note.rank)
                 self._workers[note.rank] = _Worker(note=note, since=now)
                 continue
-            # Waits that our own request for a stack has caused are no sign of life. Storing the note keeps
-            # them out of the comparison.
+            # Waits that our own request for a stack has caused are no sign of life. `has_moved` compares with
+            # the stored note, so storing the new one now makes the two equal.
             if worker.was_woken(now):
                 worker.note = note
             if not worker.has_moved(note):
@@ -515,10 +531,10 @@ class Watchdog:
                 moved_workers.setdefault(round(silent_s), []).append(worker)
             elif is_calm and worker.note.position >= 0:
                 worker.longest_s = max(worker.longest_s, silent_s)
-            worker.update(note, now)
+            worker.update(note, now)  # this sets `since`, so `silent_s` is computed above
         reports = []
         for seconds, workers in moved_workers.items():
-            reports.append(f"{self._ranks_text(workers)} moved again after {seconds} s")
+            reports.append(f"{self._describe_ranks(workers)} moved again after {seconds} s")
         return reports
 
     def _forget(self, rank: int) -> None:
@@ -526,14 +542,14 @@ class Watchdog:
         self._workers.pop(rank, None)
         self._reported.discard(rank)
 
-    def _read_running(self) -> Iterator[_Note]:
+    def _read_running_notes(self) -> Iterator[_Note]:
         """Yield the notes of all workers whose processes are still running.
 
         A user program counts no signs of life. The number of its main thread's waits, which the kernel
         counts, is used instead.
         """
         for note in self._read_notes():
-            status = _process_status(note.pid)
+            status = _read_process_status(note.pid)
             if not status:  # the process has ended
                 continue
             if note.writes_no_positions:
@@ -562,7 +578,7 @@ class Watchdog:
         worker.asked_at = now
         # SigCgt is the mask of signals with a handler, and bit n - 1 stands for signal n. Without a handler,
         # the signal would kill the process, or another process that has got the same id in the meantime.
-        caught_signals = int(_process_status(worker.note.pid).get("SigCgt", "0"), 16)
+        caught_signals = int(_read_process_status(worker.note.pid).get("SigCgt", "0"), 16)
         if caught_signals & 1 << (STACK_SIGNAL - 1):
             with contextlib.suppress(OSError):
                 os.kill(worker.note.pid, STACK_SIGNAL)
@@ -573,12 +589,13 @@ class Watchdog:
         A stopped process, for example, cannot write its stack. Return "" while the stack may still arrive.
         """
         with contextlib.suppress(OSError):
-            data = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")
-            new_data = data[worker.stacks_from :]
-            stack = _main_stack(new_data.decode(errors="replace"))
+            file_content = files.read_bytes(self._folder / f"stacks-{worker.note.rank}")
+            # The file also contains older stacks. The answer begins where the file ended before the request.
+            new_data = file_content[worker.stacks_from :]
+            stack = _cut_main_stack(new_data.decode(errors="replace"))
             if stack:
                 return stack
-        state = _process_status(worker.note.pid).get("State", "")[:1]
+        state = _read_process_status(worker.note.pid).get("State", "")[:1]
         return STOPPED.get(state, "").format(pid=worker.note.pid)
 
     def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
@@ -588,13 +605,16 @@ class Watchdog:
         ----------
         late : the workers that the report is about.
         seconds : time since their last sign of life.
-        low : position of the slowest worker of the run.
+        low : position of the slowest worker of the run. A position is twice the number of completed steps, or
+            one less during a step.
         high : position of the furthest worker of the run.
         """
-        name = self._ranks_text(late)
+        name = self._describe_ranks(late)
+        # This case comes first, because it is the only one in which the cause is known.
         if all(worker.is_connecting for worker in late):
             reason = "ranks are missing, or torch's store has lost their keys"
             return f"{name} in {CONNECTS} for {seconds:.0f} s: {reason}"
+        # A user program writes no positions, so `low` and `high` mean nothing.
         if any(worker.note.writes_no_positions for worker in late):
             return f"{name} without a sign of life for {seconds:.0f} s; all ranks of this node:"
         slowest, furthest = _describe_position(low), _describe_position(high)
@@ -602,34 +622,37 @@ class Watchdog:
             return f"{name} did not move from {slowest} for {seconds:.0f} s (others: {furthest})"
         return f"no rank has moved from {slowest} for {seconds:.0f} s"
 
-    def _stack_lines(self, workers: list[_Worker], stacks: Mapping[int, str]) -> Iterator[str]:
+    def _describe_stacks(self, workers: list[_Worker], stacks: Mapping[int, str]) -> Iterator[str]:
         """Yield each different stack once, after the ranks of all workers that have this stack.
+
+        `stacks` contains the stack of each worker by rank, or "" if the worker has not sent one.
 
         The most likely causes come first. These are workers without a stack, and then the stacks that few
         workers have: most workers wait for the others, and have the same stack.
         """
         workers_by_text: dict[str, list[_Worker]] = {}
         for worker in workers:
-            text = stacks[worker.note.rank] or _no_stack_reason(worker)
+            text = stacks[worker.note.rank] or _explain_missing_stack(worker)
             workers_by_text.setdefault(text, []).append(worker)
-        # False sorts before True, so that reasons for a missing stack come before stacks.
-        texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
-        for text in texts:
+        # Every stack contains the heading `_STACK`, and a reason for a missing stack does not. False sorts
+        # before True, so the reasons come first.
+        ordered_texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
+        for text in ordered_texts:
             same_workers = workers_by_text[text]
             pids = ", ".join(str(worker.note.pid) for worker in same_workers)
-            yield f"  {self._ranks_text(same_workers)} (process {pids}): {text}"
+            yield f"  {self._describe_ranks(same_workers)} (process {pids}): {text}"
 
-    def _ranks_text(self, workers: list[_Worker]) -> str:
+    def _describe_ranks(self, workers: list[_Worker]) -> str:
         """Return a description of workers of this node, such as ``ranks 4, 6 on n2``."""
         ranks = sorted(worker.note.rank for worker in workers)
         label = "rank" if len(ranks) == 1 else "ranks"
         return f"{label} {', '.join(map(str, ranks))} on {self._host}"
 
 
-def _no_stack_reason(worker: _Worker) -> str:
+def _explain_missing_stack(worker: _Worker) -> str:
     """Return why a worker has not answered the request for its stack."""
     # The kernel delivers no signal to a process in the state "D (disk sleep)".
-    if _process_status(worker.note.pid).get("State", "").startswith("D"):
+    if _read_process_status(worker.note.pid).get("State", "").startswith("D"):
         return "no stack: it hangs in the kernel, in a file system or a driver"
     return f"no stack: it did not answer signal {STACK_SIGNAL} in {ANSWER_S:g} s"
 
@@ -643,7 +666,7 @@ def _describe_position(position: int) -> str:
     return f"step {(position + 1) // 2}"
 
 
-def _process_status(pid: int) -> dict[str, str]:
+def _read_process_status(pid: int) -> dict[str, str]:
     """Return the fields of /proc/PID/status by name, such as ``{"State": "S (sleeping)"}``.
 
     The result is empty if the process has ended.
@@ -662,8 +685,11 @@ def _process_status(pid: int) -> dict[str, str]:
     return status
 
 
-def _main_stack(text: str) -> str:
+def _cut_main_stack(text: str) -> str:
     """Return the innermost frames of the main thread from faulthandler's output, or "" if there are none.
+
+    faulthandler is the module of Python that writes a stack when it gets a signal. The heading `_STACK` comes
+    before the frames.
 
     In the result, ``File "train.py", line 12 in step`` is ``train.py:12 step``.
     """
@@ -674,7 +700,7 @@ def _main_stack(text: str) -> str:
     for line in match[1].splitlines():
         # 'File "train.py", line 12 in step' -> "train.py:12 step"
         frame = re.sub(r'^File "(.*)", line (\d+) in (.*)$', r"\1:\2 \3", line.strip())
-        if not _START_FRAME.match(frame):
+        if not _START_FRAME.match(frame):  # frames that only start the program say nothing about the hang
             frames.append(frame)
     if len(frames) > MAX_FRAMES:
         frames[MAX_FRAMES:] = [f"and {len(frames) - MAX_FRAMES} more"]

@@ -157,7 +157,7 @@ class Connection:
                 self.socket.settimeout(left_s)
 
     def _read(self) -> None:
-        """Send the queue, and append the data that has arrived to the input.
+        """Send the queue, and append the data that has arrived to the input. Do not wait for data.
 
         If the connection is over, set `error`.
         """
@@ -166,18 +166,18 @@ class Connection:
             return
         try:
             # One byte more than the longest line, so that a longer line can be recognized.
-            data = self.socket.recv(self.max_line_bytes + 1)
+            received = self.socket.recv(self.max_line_bytes + 1)
         except BlockingIOError:
             return
         # If a process is killed before it has read its input, the kernel resets its connections. For us, that
         # is the same as a closed connection.
         except ConnectionResetError:
-            data = b""
+            received = b""
         except OSError as error:
             self.error = f"the connection broke: {error.strerror or error}"
             return
-        self._input += data
-        if not data:
+        self._input += received
+        if not received:
             self.error = "it closed the connection"
         elif self._has_long_line():
             self.error = FOREIGN

@@ -109,23 +109,25 @@ class _RollCallHead:
         self._last_beat = self._last_join = time.monotonic()
 
     def start_run(self) -> HeadSession:
-        """Wait for all nodes, compare them, and start the run on all of them.
+        """Wait for all nodes, compare them, and start the run on all of them. Return the head's session.
 
         Raises
         ------
         NoPlan : see `meet_nodes`.
         """
         start = time.monotonic()
+        # All checks come before `_send_starts`. Until then, an error reaches all nodes as a refusal
+        # (`meet_nodes`).
         self._wait_for_nodes(start)
         warnings = [*compare_software(self.placement, self.nodes), *self._test_network()]
-        port = self._torchrun_port()
+        port = self._choose_torchrun_port()
         # In a run with spares, some nodes may be missing, but torchrun allows no gaps in the ranks. So nodes
         # 0, 2 and 3, for example, get the numbers 0, 1 and 2.
-        numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
-        self.server.renumber(numbers)
-        nodes = {number: self.nodes[rank] for rank, number in numbers.items()}
+        new_numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
+        self.server.renumber(new_numbers)  # before `_send_starts`, which uses the new numbers
+        nodes = {number: self.nodes[rank] for rank, number in new_numbers.items()}
         self._send_starts(nodes)
-        self.roll_call.log(f"roll call: {self._present_count()} in {time.monotonic() - start:.1f} s")
+        self.roll_call.log(f"roll call: {self._count_present()} in {time.monotonic() - start:.1f} s")
         placement = self.placement.numbered(len(nodes), 0)
         # All nodes have just reached the head by this address, so the run uses it.
         if self.roll_call.all_reach_head and None not in self.probe_ports.values():
@@ -134,6 +136,8 @@ class _RollCallHead:
 
     def _test_network(self) -> tuple[str, ...]:
         """Let the nodes test the network between them, and return warnings about missing results.
+
+        Return () if every node has a result.
 
         Raises
         ------
@@ -155,7 +159,8 @@ class _RollCallHead:
     def _wait_for_nodes(self, start: float) -> None:
         """Wait until the run can start. From time to time, log which nodes are missing.
 
-        `start` is the time at which the roll call began, on the monotonic clock.
+        `start` is the time at which the roll call began, on the monotonic clock. In a run with spares (nodes
+        that replace lost ones), some nodes may be missing at the end.
 
         Raises
         ------
@@ -166,18 +171,19 @@ class _RollCallHead:
         deadline = start + self.roll_call.timeout_s
         while not self._can_start(deadline):
             if time.monotonic() >= deadline:
-                raise self._incomplete_error()
+                raise self._make_incomplete_error()
             reason = self.roll_call.stop_reason()
             if reason:
                 raise NoPlan(f"stopped during the roll call: {self._node_name(0)} got {reason}")
             if time.monotonic() - last_log >= PROGRESS_S:
                 last_log = time.monotonic()
-                self.roll_call.log(f"roll call: {self._present_count()}, waiting for {self._missing_nodes()}")
+                self.roll_call.log(f"roll call: {self._count_present()}, waiting for {self._name_missing()}")
             self._receive_requests()
 
     def _send_starts(self, nodes: Mapping[int, NodeInfo]) -> None:
         """Tell each node except the head that the run starts, with its number in the run.
 
+        `nodes` contains the nodes by their new numbers. The head has number 0.
         The message also contains the node's index among the nodes on the same host. The index is 0 unless
         this command was started several times on one host.
         """
@@ -222,12 +228,12 @@ class _RollCallHead:
             return False
         return time.monotonic() >= min(deadline, self._last_join + LAST_CALL_S)
 
-    def _incomplete_error(self) -> NoPlan:
+    def _make_incomplete_error(self) -> NoPlan:
         """Return the error about nodes that have not joined in time. It names these nodes."""
-        reports = "".join(f"; {text}" for text in self.server.reports[:4])
+        reports = "".join(f"; {stranger_report}" for stranger_report in self.server.reports[:4])
         timeout_s = self.roll_call.timeout_s
         return NoPlan(
-            f"{self._missing_nodes()} did not join; {self._present_count()} after {timeout_s:g} s{reports}",
+            f"{self._name_missing()} did not join; {self._count_present()} after {timeout_s:g} s{reports}",
             where=f"roll call on {self.roll_call.node.host}:{self.roll_call.port}",
             hint="start this command once on every node of the job. If it was, read its output; check that "
             f"the node reaches {self.placement.head} (--head NAME, firewall). Late nodes: --rollcall-timeout",
@@ -259,7 +265,7 @@ class _RollCallHead:
             del self.nodes[rank], self.probe_ports[rank]
 
     def _add_node(self, peer: HeadConnection, request: JoinRequest) -> None:
-        """Add a node that asks to join.
+        """Add a node that asks to join. If it was restarted, it replaces its earlier self.
 
         Raises
         ------
@@ -304,7 +310,7 @@ class _RollCallHead:
                 hint="start this command once per node, each with its own node rank",
             )
 
-    def _torchrun_port(self) -> int:
+    def _choose_torchrun_port(self) -> int:
         """Return a free port for torchrun: the port that the user has named, or the next free one.
 
         Raises
@@ -326,29 +332,32 @@ class _RollCallHead:
         node = self.nodes.get(rank)
         return node_name(self.placement, rank, node.host if node else "")
 
-    def _missing_nodes(self) -> str:
+    def _name_missing(self) -> str:
         """Return the names of the missing nodes, such as ``nodes 1-2,5 of 8 (node[01-02,05])``.
 
         If the names are too long for a message, only the first nodes are named.
         """
         ranks = [rank for rank in range(self.placement.nnodes) if rank not in self.nodes]
-        names = self._node_names(ranks)
+        names = self._describe_nodes(ranks)
         if len(names) <= MAX_NAMES:
             return names
-        return f"{self._node_names(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
+        return f"{self._describe_nodes(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
 
-    def _node_names(self, ranks: list[int]) -> str:
-        """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``."""
+    def _describe_nodes(self, ranks: list[int]) -> str:
+        """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``.
+
+        Users count nodes from 1, while `ranks` count from 0.
+        """
         if len(ranks) == 1:
             return self._node_name(ranks[0])
-        numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
-        text = f"nodes {numbers} of {self.placement.nnodes}"
+        node_numbers = hostlist.number_ranges(str(rank + 1) for rank in ranks)
+        numbered_nodes = f"nodes {node_numbers} of {self.placement.nnodes}"
         hosts = [self.placement.hosts[rank] for rank in ranks if rank < len(self.placement.hosts)]
         if len(hosts) < len(ranks):  # the scheduler has not named all hosts
-            return text
-        return f"{text} ({hostlist.fold_hosts(hosts)})"
+            return numbered_nodes
+        return f"{numbered_nodes} ({hostlist.fold_hosts(hosts)})"
 
-    def _present_count(self) -> str:
+    def _count_present(self) -> str:
         return f"{len(self.nodes)}/{self.placement.nnodes} present"
 
 
@@ -369,7 +378,9 @@ def read_software(*, torch: str, nccl: str, root: Path = Path("/")) -> messages.
 def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tuple[str, ...]:
     """Raise an error if the nodes run different software, and return warnings about other differences.
 
-    torchrun supports different GPUs and different numbers of workers, so these only lead to warnings.
+    torchrun supports different GPUs and different numbers of workers, so these only lead to warnings. Return
+    () if there are no differences. `nodes` contains the description that each node has sent when it joined,
+    by rank.
 
     Raises
     ------
@@ -382,13 +393,15 @@ def compare_software(placement: Placement, nodes: Mapping[int, NodeInfo]) -> tup
     nccl = _find_difference("NCCL", named_nodes, lambda node: node.software.nccl)
     workers = _find_difference("workers per node", named_nodes, lambda node: str(node.nproc))
     gpu = _find_difference("GPU", named_nodes, lambda node: node.gpu)
-    # Different images, or different versions of torch or NCCL, need not work together.
+    # Each result is a text for the user, or "" if all nodes have the same value. Different images, or
+    # different versions of torch or NCCL, need not work together.
     software = [difference for difference in (image, torch, nccl) if difference]
     if software:
         raise NoPlan(
             f"the nodes do not run the same software: {'; '.join(software)}",
             hint="start the same .sif on every node; compare: sha256sum IMAGE.sif, dist-env --json",
         )
+    # `size` is set in a run with spares, which are nodes that replace lost ones.
     if workers and placement.size is not None:
         raise NoPlan(
             f"the nodes differ in {workers}: an attempt without one of them would have another batch",
@@ -408,7 +421,7 @@ def _find_difference(
     Parameters
     ----------
     label : name of the value in the text.
-    named_nodes : the nodes by name.
+    named_nodes : the nodes by name, in the order of their ranks.
     read_value : returns the value of one node.
     """
     names_by_value: dict[str, list[str]] = {}
@@ -435,7 +448,8 @@ def raise_file_limit(nnodes: int) -> None:
     ------
     NoPlan : the hard limit is too low for the nodes.
     """
-    # A process may raise its soft limit up to the hard limit. Only root can raise the hard limit.
+    # `MAX_STRANGERS` connections may not belong to the run, and the node agent itself needs `AGENT_FILES`. A
+    # process may raise its soft limit up to the hard limit. Only root can raise the hard limit.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = nnodes + MAX_STRANGERS + AGENT_FILES
     if hard != resource.RLIM_INFINITY and needed > hard:

@@ -58,20 +58,24 @@ class RollCall:
 
 
 def join(roll_call: RollCall) -> MemberSession:
-    """Connect to the head again and again, until it starts the run or refuses it.
+    """Connect to the head again and again, until it starts the run, and return the session for the run.
+
+    Every node except the head (the node with rank 0) calls this. The head may start later than this node, so
+    a failed connection is no error until `roll_call.timeout_s` seconds have passed.
 
     Raises
     ------
     NoPlan : the head does not answer, or refuses this node or the whole run, or this node was asked to stop.
     """
     address = (roll_call.placement.head, roll_call.port)
+    # `reason` is what the user reads. `call_error` is the latest error after a connection was made.
     reason = call_error = ""
     last_log = time.monotonic()
     deadline = last_log + roll_call.timeout_s
     while True:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise _no_answer_error(roll_call, reason)
+            raise _make_no_answer_error(roll_call, reason)
         roll_call.refuse_if_stopped()
         try:
             connection = Connection(socket.create_connection(address, timeout=min(CONNECT_S, left_s)))
@@ -96,7 +100,7 @@ def _request_start(roll_call: RollCall, connection: Connection, deadline: float)
     """Ask the head to let this node join, and return the session once the run starts.
 
     If the head does not answer, or does not prove that it knows the secret, close the connection and return
-    None.
+    None. The caller then connects again. The reason is in `connection.error`, if it is known.
 
     Raises
     ------
@@ -112,10 +116,10 @@ def _request_start(roll_call: RollCall, connection: Connection, deadline: float)
     return member
 
 
-def _no_answer_error(roll_call: RollCall, reason: str) -> NoPlan:
+def _make_no_answer_error(roll_call: RollCall, reason: str) -> NoPlan:
     """Return the error about a head that has not answered in time.
 
-    `reason` says why the last attempt to connect failed.
+    `reason` says why this node could not join, such as ``Connection refused``.
     """
     placement = roll_call.placement
     name = node_name(placement, placement.node_rank, roll_call.node.host)
@@ -130,7 +134,7 @@ def _no_answer_error(roll_call: RollCall, reason: str) -> NoPlan:
 def _send_request(roll_call: RollCall, connection: Connection, deadline: float) -> bool:
     """Send the request to join. If the run has a secret, do the handshake first.
 
-    Return False if the head does not prove that it knows the secret.
+    Return False if the head does not prove that it knows the secret. The request is then not sent.
     """
     placement = roll_call.placement
     request = messages.encode(
@@ -142,6 +146,7 @@ def _send_request(roll_call: RollCall, connection: Connection, deadline: float) 
             probe=roll_call.open_port.offer,
         )
     )
+    # The head must prove itself first, because the request would tell a stranger about this job.
     if roll_call.secret is not None:
         handshake = _shake_hands(roll_call, connection, roll_call.secret, deadline)
         if handshake is None:
@@ -173,12 +178,12 @@ def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float
                     break
                 case messages.Refused() as refusal:
                     raise NoPlan(refusal.what, where=refusal.where, hint=refusal.hint)
-                case messages.ProbeRequest() as request:
+                case messages.ProbeRequest() as request:  # the network test; it takes some seconds
                     connection.send(probe.run_request(request, roll_call.open_port))
                 case messages.RunStart() as start:
-                    placement = roll_call.placement.numbered(start.nnodes, start.node_rank)
+                    run_placement = roll_call.placement.numbered(start.nnodes, start.node_rank)
                     # `lines` now contains the messages after the start, which belong to the session.
-                    return MemberSession(placement, connection, lines, host_index=start.host_index)
+                    return MemberSession(run_placement, connection, lines, host_index=start.host_index)
         if time.monotonic() - connection.last_sent >= session.BEAT_S:
             connection.send(messages.Heartbeat())
 
@@ -212,7 +217,12 @@ def _shake_hands(
 def _wait_for_lines(roll_call: RollCall, connection: Connection, deadline: float) -> list[bytes]:
     """Return the next lines from the head.
 
-    The result is empty if the deadline has passed or the connection has ended.
+    The result is empty if the deadline has passed or the connection has ended. In the second case,
+    `connection.error` contains the reason.
+
+    Raises
+    ------
+    NoPlan : this node was asked to stop.
     """
     lines = list(connection.receive_lines())
     while not lines and not connection.error and time.monotonic() < deadline:

@@ -377,9 +377,9 @@ def decode(line: bytes) -> Message:
     ------
     ValueError : the line is not a message.
     """
-    values = json_text.parse(line)
-    name = values.get("type") if isinstance(values, dict) else None
+    json_values = json_text.parse(line)
+    name = json_values.get("type") if isinstance(json_values, dict) else None
     if not isinstance(name, str) or name not in _TYPES:
         raise ValueError("it is no message")
-    message: Message = json_text.build_value(_TYPES[name], values, name)
+    message: Message = json_text.build_value(_TYPES[name], json_values, name)
     return message

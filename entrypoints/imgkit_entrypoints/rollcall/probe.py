@@ -103,7 +103,7 @@ def open_port(address: str, interface: str) -> Iterator[OpenPort]:
     If `address` is empty or cannot be used, no port is opened. The `offer` of the result is then None, and
     the node takes no part in the test.
     """
-    listener = socket.socket(_family(address))
+    listener = socket.socket(_choose_family(address))
     listener.setblocking(False)
     offer = None
     with contextlib.suppress(OSError):
@@ -118,7 +118,8 @@ def open_port(address: str, interface: str) -> Iterator[OpenPort]:
         yield opened
 
 
-def _family(address: str) -> socket.AddressFamily:
+def _choose_family(address: str) -> socket.AddressFamily:
+    """Return the family of an IPv6 or IPv4 address. An empty address counts as IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -143,7 +144,7 @@ def probe_all(
     all_reach_head : True if every node must test the head as well, and must report the result.
     """
     results = _ProbeResults(_choose_targets(offers, all_reach_head=all_reach_head))
-    max_callers = PARTNERS
+    max_callers = PARTNERS  # largest number of nodes that test the head; more connections come from strangers
     if all_reach_head and offers.get(HEAD):
         max_callers += len(results.waiting)
     for rank in results.waiting:
@@ -187,13 +188,13 @@ class _ProbeResults:
         """Wait until all nodes have sent their reports or are lost, but not beyond the deadline.
 
         Meanwhile, accept the connections of other nodes to the head's port, since the kernel's queue may hold
-        only 128.
+        only 128. Ranks stay in `waiting` if their reports are missing at the deadline.
         """
         while self.waiting and time.monotonic() < deadline:
-            for rank, message in server.receive(deadline - time.monotonic()):
+            for rank, report in server.receive(deadline - time.monotonic()):
                 # Other messages are heartbeats. A second report of a node is ignored.
-                if isinstance(message, ProbeReport) and rank in self.waiting:
-                    self.add(rank, message)
+                if isinstance(report, ProbeReport) and rank in self.waiting:
+                    self.add(rank, report)
             self.waiting -= server.lost.keys()
             head_port.accept_callers(max_callers)
 
@@ -228,9 +229,15 @@ def _choose_targets(
     """Return the ports that each node tests, such as ``{0: {1: the port of node 1, ...}, ...}``.
 
     Nodes that have opened no port take no part.
+
+    Parameters
+    ----------
+    offers : the ports that the nodes have opened for the test, by node rank. None for a node without a port.
+    all_reach_head : True if every node must test the head (the node with rank 0) as well.
     """
+    # The order decides which nodes are neighbors. It must be that of the ranks, and not of the arrival.
     ports_by_rank = {rank: offer for rank, offer in sorted(offers.items()) if offer}
-    ranks = tuple(ports_by_rank)
+    ranks = tuple(ports_by_rank)  # without gaps, so that a node that takes no part is nobody's partner
     targets = {}
     for position, rank in enumerate(ranks):
         targets[rank] = {partner: ports_by_rank[partner] for partner in choose_partners(position, ranks)}
@@ -266,6 +273,7 @@ def probe_targets(targets: Mapping[int, ProbePort]) -> list[ProbeFailure]:
     ----------
     targets : the ports to test, by the ranks of their nodes.
     """
+    # The threads append to this list. No lock is needed, since `append` is atomic.
     failures: list[ProbeFailure] = []
     deadline = time.monotonic() + LIMIT_S
 
@@ -288,13 +296,21 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
     Return the failure, or None if all bursts have arrived. A burst is a number of bytes that is sent at once.
     The next burst is sent after the previous one has arrived. If only large bursts fail, the network drops
     large packets.
+
+    Parameters
+    ----------
+    target : node rank of the tested node.
+    offer : the port that the tested node has opened.
+    deadline : end of all tests of this node, on the monotonic clock.
     """
-    size = arrived = segment = 0  # if `size` stays 0, the connection itself has failed
+    # After an error, these are the burst that failed, the last one that arrived, and the largest segment of
+    # TCP, all in bytes. If `size` stays 0, the connection itself has failed.
+    size = arrived = segment = 0
     try:
-        with socket.socket(_family(offer.address)) as sock:
+        with socket.socket(_choose_family(offer.address)) as sock:
             sock.settimeout(max(TICK_S, min(STEP_S, deadline - time.monotonic())))
             sock.connect((offer.address, offer.port))
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send each burst at once
             segment = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             for size in SIZES:
                 sock.sendall(bytes(size))
@@ -304,11 +320,12 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
         reason = error.strerror or str(error)
         if isinstance(error, TimeoutError):
             reason = f"no answer within {STEP_S:g} s"
+        # A packet carries at most one segment, so `packet` is the size of the largest packet that failed.
         return ProbeFailure(
             target=target,
             size=size,
             arrived=arrived,
-            packet=min(size, segment) + _headers_bytes(offer.address),
+            packet=min(size, segment) + _count_header_bytes(offer.address),
             reason=reason,
         )
     return None
@@ -317,12 +334,15 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
 def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
     """Wait until the kernel of the other node has acknowledged every byte, even if no process reads them.
 
+    If this kernel cannot tell, return at once.
+
     Raises
     ------
     TimeoutError : the deadline has passed.
     OSError : the connection has failed.
     """
     while True:
+        # Asking for the error also clears it. Without this, a failed connection would look like a slow one.
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             raise OSError(error, os.strerror(error))
@@ -339,7 +359,7 @@ def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
         time.sleep(TICK_S)
 
 
-def _headers_bytes(address: str) -> int:
+def _count_header_bytes(address: str) -> int:
     """Return the size in bytes of the IP and TCP headers, including the TCP time stamps that Linux adds."""
     return 72 if ":" in address else 52
 
@@ -356,25 +376,26 @@ def network_error(
     ----------
     failures : the failed tests. The message describes one of them and counts the others.
     offers : the ports of the nodes, by node rank.
-    name : returns the name of a node for messages.
+    name : returns the name of a node for messages, given its rank.
     """
     # Describe the smallest burst that failed. If there are several, describe the first pair of nodes.
     sender, failure = min(failures, key=lambda pair: (pair.failure.size, pair.sender, pair.failure.target))
     sender_offer, offer = offers[sender], offers[failure.target]
     assert sender_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
     sender_name, target_name = name(sender), name(failure.target)
-    hint = _firewall_hint(sender_offer, offer, target_name)
+    # This hint also applies if the connection works but the smallest burst does not arrive.
+    hint = _make_firewall_hint(sender_offer, offer, target_name)
     if failure.size > SIZES[0]:  # a smaller burst has arrived, so large packets are lost
         problem = (
             f"{sender_name} cannot send {failure.size} B at once to {target_name}: {failure.arrived} B "
             f"arrive, {failure.size} B do not"
         )
-        hint = _mtu_hint(failure, offer)
-    elif failure.size:
+        hint = _make_mtu_hint(failure, offer)
+    elif failure.size:  # the smallest burst has failed, so the size of the packets is not the cause
         problem = (
             f"{sender_name} connects to {target_name}, but port {offer.port} gets no data: {failure.reason}"
         )
-    else:
+    else:  # size 0: there was no connection
         problem = f"{sender_name} cannot connect to {target_name} on port {offer.port}: {failure.reason}"
     if len(failures) > 1:
         problem += f" (other failing pairs of nodes: {len(failures) - 1})"
@@ -385,9 +406,9 @@ def network_error(
     )
 
 
-def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
+def _make_mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
     """Return the hint for a network that loses large packets."""
-    headers = _headers_bytes(offer.address)
+    headers = _count_header_bytes(offer.address)
     # The headers of ping are smaller: ICMP has 8 bytes, and TCP has 32. So the payload of ping has 24 bytes
     # more.
     payload = failure.packet - headers + 24
@@ -399,7 +420,7 @@ def _mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
     )
 
 
-def _firewall_hint(sender: ProbePort, target: ProbePort, target_name: str) -> str:
+def _make_firewall_hint(sender: ProbePort, target: ProbePort, target_name: str) -> str:
     """Return the hint for a node to which another node cannot connect."""
     if sender.address == target.address:
         return (

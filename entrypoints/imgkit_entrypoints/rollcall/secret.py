@@ -60,6 +60,8 @@ def find_secret(option: str | None, env: Mapping[str, str], *, shared_home: bool
         # Kubernetes mounts the Secret as a link into a folder that it may replace. `read_secret` refuses
         # links, but this link is safe, since only root can create it.
         return read_secret(path.resolve())
+    # A file that the user has named must exist, so `read_secret` reports its absence. The file in the home
+    # folder is created if it is missing.
     if option or os.path.lexists(path) or _make_secret(path):
         return read_secret(path)
     return None
@@ -79,7 +81,9 @@ def describe_source(option: str | None, env: Mapping[str, str], *, shared_home: 
 def _find_path(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> Path | None:
     """Return the path of the secret, or None if there is none.
 
-    In a shared home, the file may not exist yet.
+    The sources are, in this order, `option` (the value of ``--secret-file``), a Secret that Kubernetes has
+    mounted, and the file in the home folder. With `shared_home`, that file may not exist yet, because
+    `find_secret` creates it. Without a shared home, each node would create another secret.
     """
     if option:
         return Path(option)
@@ -110,11 +114,11 @@ def read_secret(path: Path) -> bytes:
     """
     descriptor = open_private(path)
     try:
-        value = os.read(descriptor, MAX_BYTES + 1)
+        secret = os.read(descriptor, MAX_BYTES + 1)
     finally:
         os.close(descriptor)
-    _refuse_other_length(value, str(path))
-    return value
+    _refuse_other_length(secret, str(path))
+    return secret
 
 
 def open_private(path: Path, *, purpose: str = PURPOSE) -> int:
@@ -159,8 +163,10 @@ def read_stdin() -> bytes:
 def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
     """Return why another user could read or have written the open file, and what the user can type.
 
-    Return None if no other user could.
+    Return None if no other user could. The result is the problem and the hint of an error message. `path` is
+    the path of the file.
     """
+    # The open file is checked, and not the path, because another user could replace the file at the path.
     status = os.fstat(descriptor)
     user = os.geteuid()
     quoted = shlex.quote(str(path))
@@ -174,7 +180,7 @@ def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
         problem = f"it belongs to user {status.st_uid}, not to you ({user})"
         return problem, f"sudo chown {user} {quoted}, or name another"
     mode = stat.S_IMODE(status.st_mode)
-    others_have_access = bool(mode & 0o077)
+    others_have_access = bool(mode & 0o077)  # any permission of the group or of others
     if others_have_access and not _is_pod_secret(descriptor):
         return f"other users have access to it (mode {mode:04o})", f"chmod 600 {quoted}"
     return None

@@ -78,7 +78,7 @@ class Server:
         self._secret = secret
         self._log = log
         self._nodes: dict[int, HeadConnection] = {}
-        self._unsent: set[HeadConnection] = set()
+        self._peers_with_unsent: set[HeadConnection] = set()
         # A dict is used as an ordered set here. The oldest connection comes first.
         self._strangers: dict[HeadConnection, None] = {}
         self._selector = selectors.DefaultSelector()
@@ -110,12 +110,15 @@ class Server:
         """
         received: list[tuple[int, Message]] = []
         for key, _ in self._selector.select(seconds):
+            # `data` is None for the listener, and otherwise the connection. A peer is in `_strangers`, or has
+            # joined as a node and so has a rank.
             peer: HeadConnection | None = key.data
             if peer is None:  # the listener
-                self._accept(MAX_STRANGERS + missing)
+                self._accept_strangers(MAX_STRANGERS + missing)
             elif peer in self._strangers:
                 self._read_stranger(peer)
             elif peer.rank is not None:
+                # Read before the error is checked: the last messages of a lost node still count.
                 received += [(peer.rank, message) for message in peer.receive()]
                 if peer.error:
                     self._close_lost_node(peer, peer.error)
@@ -125,10 +128,10 @@ class Server:
 
     def _flush_unsent(self) -> None:
         """Send the data that waits because a node could not accept it earlier."""
-        for peer in list(self._unsent):
+        for peer in list(self._peers_with_unsent):
             peer.flush()
             if not peer.has_unsent:
-                self._unsent.remove(peer)
+                self._peers_with_unsent.remove(peer)
 
     def _close_late_strangers(self) -> None:
         """Close the connections that have not shown within `MAX_WAIT_S` that they belong to the run.
@@ -161,7 +164,11 @@ class Server:
         self._send_refusal(peer, refusal)
 
     def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Give each node a new rank. `ranks` contains the new ranks by the old ones."""
+        """Give each node a new rank. `ranks` contains the new ranks by the old ones.
+
+        The head calls this once, after the roll call. If some nodes are missing, their ranks are gaps, which
+        the new ranks do not have.
+        """
         self._nodes = {ranks[rank]: peer for rank, peer in self._nodes.items()}
         self.lost = {ranks[rank]: reason for rank, reason in self.lost.items()}
         for rank, peer in self._nodes.items():
@@ -170,7 +177,8 @@ class Server:
     def send_heartbeats(self, heartbeat: Heartbeat, *, beat_s: float, lost_after_s: float) -> None:
         """Send a heartbeat (a sign of life) to each node that has received nothing for `beat_s` seconds.
 
-        A node that has sent nothing for `lost_after_s` seconds is lost, and its connection is closed.
+        A node that has sent nothing for `lost_after_s` seconds is lost, and its connection is closed. The
+        reason is then in `lost`. All nodes get the same heartbeat, so it is encoded only once.
         """
         now = time.monotonic()
         line = messages.encode(heartbeat)
@@ -206,25 +214,25 @@ class Server:
     def _send_line(self, peer: HeadConnection, line: bytes) -> None:
         peer.send_line(line)
         if peer.has_unsent:
-            self._unsent.add(peer)
+            self._peers_with_unsent.add(peer)
 
     def _close_lost_node(self, peer: HeadConnection, reason: str) -> None:
         """Close the connection of a node, and record the reason in `lost`."""
         assert peer.rank is not None  # noqa: S101 - it is a node
         self.lost[peer.rank] = reason
         del self._nodes[peer.rank]
-        self._unsent.discard(peer)
+        self._peers_with_unsent.discard(peer)
         self._selector.unregister(peer)
         peer.close()
 
-    def _accept(self, max_strangers: int) -> None:
+    def _accept_strangers(self, max_strangers: int) -> None:
         """Accept the connections in the kernel's queue as strangers, which may not belong to the run.
 
         If there are more than `max_strangers`, the oldest is closed. Otherwise a flood of connections could
         use up the head's descriptors.
         """
         assert self._listener is not None  # noqa: S101 - only an event of the listener leads here
-        for _ in range(MAX_ACCEPTED):
+        for _ in range(MAX_ACCEPTED):  # the limit leaves time for other work, even during a flood
             try:
                 sock, address = self._listener.accept()
             except BlockingIOError:
@@ -257,6 +265,7 @@ class Server:
         """Read data from a stranger, which is a connection that may not belong to the run.
 
         A valid request to join is appended to `joining`. If anything else arrives, the connection is closed.
+        With a secret, the first line opens the handshake, and the request follows it.
         """
         for line in peer.receive_lines():
             if peer.is_refused:  # ignore what the peer sends until its connection is closed
@@ -264,7 +273,7 @@ class Server:
             if self._secret is not None and peer.handshake is None:
                 self._answer_handshake(peer, line, self._secret)
                 continue
-            request = self._read_request(peer, line)
+            request = self._read_or_refuse_request(peer, line)
             if request is not None:
                 # Stop reading here. Later messages stay in the socket until the caller has added the node.
                 del self._strangers[peer]
@@ -301,8 +310,11 @@ class Server:
         else:
             peer.error = FOREIGN
 
-    def _read_request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
+    def _read_or_refuse_request(self, peer: HeadConnection, line: bytes) -> JoinRequest | None:
         """Return the request to join in a line. If there is none, refuse the peer or set its error.
+
+        In both cases, return None. A refused peer learns the reason. The caller closes a peer with an error,
+        which gets no answer, because it may be a stranger.
 
         Without a secret, the request is the first line. With a secret, it follows the head's answer to the
         handshake, and is signed with the secret.
@@ -312,9 +324,11 @@ class Server:
             self._send_refusal(peer, Refused(what="this node has a secret, and the head starts without one"))
             return None
         request = None
+        # `verify` returns None if the signature is wrong. Nothing of such a line may be used.
         unsigned_line = handshake.verify(line) if handshake else line
         if unsigned_line is not None:
             request = peer.decode(unsigned_line)
+        # The signature covers the rank of the handshake, so a node must not ask for another rank.
         if not isinstance(request, JoinRequest) or (handshake and handshake.node_rank != request.node_rank):
             peer.error = FOREIGN
             return None
@@ -337,11 +351,11 @@ class Server:
         After `MAX_REPORTS` texts, nothing more is logged, so that a flood of connections cannot fill the
         disk.
         """
-        text = f"{peer.address} {problem}"
-        if text in self.reports or len(self.reports) > MAX_REPORTS:
+        report = f"{peer.address} {problem}"
+        if report in self.reports or len(self.reports) > MAX_REPORTS:
             return
-        self.reports.append(text)
+        self.reports.append(report)
         if len(self.reports) > MAX_REPORTS:
-            self._log(f"roll call: {text}; ignored; further ones are not reported")
+            self._log(f"roll call: {report}; ignored; further ones are not reported")
         else:
-            self._log(f"roll call: {text}; ignored")
+            self._log(f"roll call: {report}; ignored")

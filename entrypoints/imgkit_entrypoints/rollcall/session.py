@@ -161,15 +161,15 @@ class HeadSession(_Session):
         self.lost: Mapping[int, str] = self._server.lost
         """Reason for each lost node, by number."""
         self._token = secrets.token_hex(4)
-        self._members: Collection[int] = range(placement.nnodes)
+        self._training_numbers: Collection[int] = range(placement.nnodes)
         self._events: list[Event] = []
-        self._has_news = False
+        self._has_new_reports = False
         """True if a node has reported the end of its attempt or a measurement, or was lost, since `poll`."""
         self._phases: dict[int, str] = {}
         self._positions: dict[int, Positions] = {}
-        self._stopping: set[tuple[int, bool]] = set()
+        self._forwarded_stops: set[tuple[int, bool]] = set()
         """Stop orders that were forwarded, as pairs of the node and of `requeue`."""
-        self._next_read = self._next_beat = time.monotonic()
+        self._next_read_at = self._next_beat_check_at = time.monotonic()
         self._read_pause_s = READ_PAUSE_S * min(1.0, placement.nnodes / MANY)
 
     @property
@@ -181,7 +181,7 @@ class HeadSession(_Session):
     def phases(self) -> Mapping[int, str]:
         """Return the phase of torchrun on each node of the current attempt, by number."""
         phases = {**self._phases, 0: self.phase}
-        return {number: phases.get(number, messages.STARTING) for number in self._members}
+        return {number: phases.get(number, messages.STARTING) for number in self._training_numbers}
 
     def host(self, number: int) -> str:
         """Return the host name of a node, or "" if it is unknown."""
@@ -190,9 +190,10 @@ class HeadSession(_Session):
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
         """Wait up to `seconds` until one of `sources` has data to read, or until there may be an event."""
         deadline = time.monotonic() + seconds
-        while not self._events and not self._has_news:
+        # With an event or a new report, the caller has work to do, so there is no wait.
+        while not self._events and not self._has_new_reports:
             ready = self._wait_once(sources, deadline)
-            if self._server in ready or time.monotonic() >= self._next_beat:
+            if self._server in ready or time.monotonic() >= self._next_beat_check_at:
                 self._receive_messages()
             if any(source in ready for source in sources) or time.monotonic() >= deadline:
                 return
@@ -200,13 +201,13 @@ class HeadSession(_Session):
     def _wait_once(self, sources: Collection[Readable], deadline: float) -> list[Readable]:
         """Wait for data from `sources` and the other nodes, but only until the next heartbeat is due.
 
-        Return the sources that have data to read. Until `_next_read`, the other nodes are ignored, so that
+        Return the sources that have data to read. Until `_next_read_at`, the other nodes are ignored, so that
         their messages collect and one read gets many of them.
         """
         now = time.monotonic()
-        wake_up = min(deadline, self._next_beat)
-        if now < self._next_read:
-            return wait(sources, min(wake_up, self._next_read) - now)
+        wake_up = min(deadline, self._next_beat_check_at)
+        if now < self._next_read_at:
+            return wait(sources, min(wake_up, self._next_read_at) - now)
         return wait([*sources, self._server], wake_up - now)
 
     def poll(self) -> list[Event]:
@@ -216,7 +217,7 @@ class HeadSession(_Session):
         """
         self._receive_messages()
         events, self._events = self._events, []
-        self._has_news = False
+        self._has_new_reports = False
         return events
 
     def report(self, message: Message) -> None:
@@ -252,9 +253,10 @@ class HeadSession(_Session):
         if attempt > 1:
             # Workers of the previous attempt may still use the old port.
             self.port = ports.next_free(self.port)
+        # Both come before the order is sent, so that reports about the new attempt are accepted and kept.
         self._forget_attempt()
         self.attempt = attempt
-        self._members = tuple(ranks)
+        self._training_numbers = tuple(ranks)
         order = AttemptStart(
             attempt=attempt,
             nnodes=len(ranks),
@@ -282,27 +284,28 @@ class HeadSession(_Session):
 
     def _receive_messages(self) -> None:
         """Handle the messages that have arrived, and send heartbeats (signs of life) if they are due."""
-        lost_before = len(self.lost)
+        lost_before = len(self.lost)  # `receive` and `_send_heartbeats` add lost nodes to `lost`
         for number, message in self._server.receive():
             self._handle(number, message)
         while self._server.joining:
             self._refuse_late_node()
         now = time.monotonic()
-        self._next_read = now + self._read_pause_s
+        self._next_read_at = now + self._read_pause_s
         # Strangers are connections that may not belong to the run. They must not wake this process all the
         # time.
         if self._server.has_strangers:
-            self._next_read = now + STRANGERS_PAUSE_S
-        if now >= self._next_beat:
-            self._next_beat = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
+            self._next_read_at = now + STRANGERS_PAUSE_S
+        if now >= self._next_beat_check_at:
+            self._next_beat_check_at = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
             self._send_heartbeats()
-        self._has_news |= len(self.lost) > lost_before
+        self._has_new_reports |= len(self.lost) > lost_before
 
     def _send_heartbeats(self) -> None:
         """Send heartbeats with the positions (steps) of the slowest and the furthest worker of the run."""
         positions = list(self._positions.values())
         if self.positions:
             positions.append(self.positions)
+        # `_positions` contains the positions of the other nodes, and `positions` those of this node.
         self.run_positions = None
         if positions:
             slowest, furthest = zip(*positions, strict=True)
@@ -326,15 +329,15 @@ class HeadSession(_Session):
                     self._positions[number] = message.positions
             case messages.MeasureResult():
                 self.measurements[number] = message
-                self._has_news = True
+                self._has_new_reports = True
             case messages.GpuUse():
                 self.gpu_uses[number] = message
             case AttemptEnded():
-                self._handle_attempt_end(number, message)
+                self._record_attempt_end(number, message)
             case messages.StopOrder():
                 self._forward_stop(number, message)
 
-    def _handle_attempt_end(self, number: int, report: AttemptEnded) -> None:
+    def _record_attempt_end(self, number: int, report: AttemptEnded) -> None:
         """Record a node's report about the end of the current attempt, and the failure in the report.
 
         Reports about earlier attempts are ignored, and so is a second report of the same node.
@@ -342,7 +345,7 @@ class HeadSession(_Session):
         if report.attempt != self.attempt or number in self.reports:
             return
         self.reports[number] = report
-        self._has_news = True
+        self._has_new_reports = True
         if report.failure is not None:
             # The clocks of two nodes differ, so the report says how long ago the failure was.
             failed_at = time.monotonic() - report.failure.age_ms / 1000
@@ -350,12 +353,12 @@ class HeadSession(_Session):
 
     def _forward_stop(self, number: int, message: messages.StopOrder) -> None:
         """Forward a node's stop order to all other nodes. That node has already been stopped by its agent."""
-        if (number, message.requeue) in self._stopping:
+        if (number, message.requeue) in self._forwarded_stops:
             return
-        self._stopping.add((number, message.requeue))
+        self._forwarded_stops.add((number, message.requeue))
         order = dataclasses.replace(message, node=self.node_name(number))
         self._server.send_all(order, except_rank=number)
-        if number != 0:
+        if number != 0:  # 0: the head's own agent has reported the stop, and reacts to it by itself
             self._events.append(order)
 
     def _refuse_late_node(self) -> None:
@@ -409,9 +412,10 @@ class MemberSession(_Session):
         if self._is_over:
             return []
         self._lines += self._connection.receive_lines()
+        # `_read_events` may set `_is_over`. The last orders of the head are read before its loss is noticed.
         events = self._read_events()
         self._send_heartbeat()
-        loss_reason = self._loss_reason()
+        loss_reason = self._find_loss_reason()
         # After the end of the run, the head closes the connection, which is no loss.
         if loss_reason and not self._is_over:
             self._is_over = True
@@ -427,7 +431,7 @@ class MemberSession(_Session):
             self._reported_phase = self.phase
             self._connection.send(messages.Heartbeat(positions=self.positions, phase=self.phase))
 
-    def _loss_reason(self) -> str:
+    def _find_loss_reason(self) -> str:
         """Return why the head is lost, or "" if it is not."""
         if self._connection.error:
             return self._connection.error
@@ -455,6 +459,7 @@ class MemberSession(_Session):
             message = self._connection.decode(self._lines.pop(0))
             if message is None:
                 break
+            # Heartbeats are no events. They carry the positions (steps) of the slowest and furthest worker.
             if isinstance(message, messages.Heartbeat):
                 self.run_positions = message.positions
             elif isinstance(message, Order):
@@ -462,7 +467,9 @@ class MemberSession(_Session):
             if isinstance(message, messages.EndRun):
                 self._is_over = True
             if isinstance(message, messages.PreflightEnd):
-                break  # the preflight handles only its own events, and the attempts handle later ones
+                # The preflight drops events of other kinds. An order to start the first attempt may follow
+                # at once, and must stay for the code that handles attempts.
+                break
         return events
 
 

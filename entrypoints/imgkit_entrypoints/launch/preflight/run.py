@@ -83,6 +83,7 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
     CheckFailed : more nodes are outliers (slow or broken) than the run has spares.
     NoPlan : a stop was requested, or the head is lost.
     """
+    # The head (the node with rank 0) leads, and all other nodes follow. See `_Leader` and `_follow`.
     placement = session.placement
     env = {
         **config.env,
@@ -90,6 +91,7 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
         "LOCAL_RANK": "0",
         "MASTER_ADDR": placement.head if placement.nnodes > 1 else "127.0.0.1",
     }
+    # All processes must end before torchrun starts, so `close` is in `finally`: they use the GPUs.
     process = MeasuringProcess(config, env)
     try:
         if isinstance(session, HeadSession):
@@ -110,7 +112,7 @@ def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig
     NoPlan : a stop was requested, or the head is lost.
     """
     while True:
-        for event in _poll(session, process, config):
+        for event in _exchange_messages(session, process, config):
             match event:
                 case PreflightEnd():
                     return event.left_out
@@ -120,13 +122,14 @@ def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig
                     raise NoPlan(f"lost {event.node} during the preflight: {event.reason}")
 
 
-def _poll(
+def _exchange_messages(
     session: Session, process: MeasuringProcess, config: PreflightConfig, sources: Sequence[Readable] = ()
 ) -> Iterator[Event]:
     """Wait up to `TICK_S` for messages from the head, this node's measuring process or `sources`, and react.
 
     Requests to measure are passed to `process`, and the results of `process` are passed to the head. All
-    other events are yielded to the caller.
+    other events are yielded to the caller. This is a generator: results are passed on, and stops are noticed,
+    only if the caller reads all events.
 
     Raises
     ------
@@ -143,7 +146,7 @@ def _poll(
     answer = process.next_answer()
     if answer:
         session.report(answer)
-    config.signals.drain()
+    config.signals.drain()  # else the descriptor stays readable, and the next `wait` returns at once
     signal_name = config.signals.first_name()
     if signal_name:  # the scheduler or the user wants the job to stop, so tell all other nodes
         session.report(StopOrder(reason=signal_name))
@@ -156,14 +159,14 @@ class _Leader:
     def __init__(self, session: HeadSession, process: MeasuringProcess, config: PreflightConfig) -> None:
         self._session, self._process, self._config = session, process, config
         self._store = MeasuringProcess(config, config.env, (STORE,))
-        self._port = 0
+        self._store_port = 0
         """Port of the store. 0 until the process that serves the store has answered."""
         self._nodes: dict[int, NodeResult] = {}
         """The results of each node so far, by rank."""
         for rank in range(session.placement.nnodes):
             self._nodes[rank] = NodeResult(rank=rank, host=self._host(rank))
-        self._links: list[LinkResult] = []
-        self._answers: dict[int, MeasureResult] = {}
+        self._link_results: list[LinkResult] = []
+        self._stage_answers: dict[int, MeasureResult] = {}
         """Answers in the current stage, by rank."""
 
     def lead(self) -> tuple[int, ...]:
@@ -181,7 +184,7 @@ class _Leader:
                 self._measure_links()
         finally:
             self._store.close()
-        return self._conclude(time.monotonic() - start)
+        return self._judge_and_announce(time.monotonic() - start)
 
     def _measure_nodes(self) -> None:
         """Let each node measure itself, and store the figures and errors in `_nodes`.
@@ -189,8 +192,8 @@ class _Leader:
         This is stage 0 of the preflight. A node with an error takes no part in later stages.
         """
         self._config.log(f"preflight: each node measures itself, up to {ALONE_S} s")
-        self._measure(0, [(rank,) for rank in self._nodes], ALONE_S)
-        for rank, answer in self._answers.items():
+        self._measure_groups(0, [(rank,) for rank in self._nodes], ALONE_S)
+        for rank, answer in self._stage_answers.items():
             self._nodes[rank] = replace(
                 self._nodes[rank],
                 matmul_TFLOPs=dict(answer.figures).get("matmul"),
@@ -210,19 +213,19 @@ class _Leader:
         for round_index in range(min(ROUNDS, all_rounds)):
             # `pair_up` gets all nodes, including those that dropped out. Otherwise two nodes could meet
             # twice.
-            pairs = self._complete_pairs(pair_up(nnodes, round_index))
+            pairs = self._keep_complete_pairs(pair_up(nnodes, round_index))
             self._config.log(f"preflight: pairs of nodes measure the network, up to {PAIR_S} s")
-            self._measure(round_index + 1, pairs, PAIR_S)
+            self._measure_groups(round_index + 1, pairs, PAIR_S)
             # A node may have dropped out in this round. The result of its pair then says nothing about its
             # partner.
-            self._links += [self._link_result(pair) for pair in self._complete_pairs(pairs)]
+            self._link_results += [self._make_link_result(pair) for pair in self._keep_complete_pairs(pairs)]
 
-    def _complete_pairs(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _keep_complete_pairs(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the pairs in which both nodes still take part."""
-        failed_ranks = self._failed_ranks()
+        failed_ranks = self._find_failed_ranks()
         return [pair for pair in pairs if failed_ranks.isdisjoint(pair)]
 
-    def _conclude(self, seconds: float) -> tuple[int, ...]:
+    def _judge_and_announce(self, seconds: float) -> tuple[int, ...]:
         """Judge the results, print and save the report, and send the result to all nodes.
 
         Return the ranks of the nodes that the run excludes.
@@ -231,9 +234,10 @@ class _Leader:
         ------
         CheckFailed : the run cannot start without the outliers.
         """
-        verdict = judge(list(self._nodes.values()), self._links)
+        verdict = judge(list(self._nodes.values()), self._link_results)
         excluded = tuple(sorted(node.rank for node in verdict.excluded))
         # No spare can replace the head (rank 0), because all nodes are connected to it.
+        # If the preflight has not passed, the run does not start, so it leaves out no node.
         passed = len(excluded) <= self._config.spares and 0 not in excluded
         report = Report(
             verdict=verdict,
@@ -243,9 +247,11 @@ class _Leader:
             scheduler=self._session.placement.scheduler,
         )
         self._config.log("preflight", *report.table())
-        self._save(report)
+        self._save(report)  # before an error is raised, since the user needs the report then
         if not passed:
-            error = _outlier_error(report)
+            error = _make_outlier_error(report)
+            # The other nodes wait for the result in `_follow`. Without this message, they would report a lost
+            # head, and not the reason.
             self._session.send_all(Refused.from_error(error))
             raise error
         self._session.send_all(PreflightEnd(left_out=excluded))
@@ -260,7 +266,7 @@ class _Leader:
         except OSError as error:
             self._config.log(f"warning: {self._config.folder / FILE}: {error.strerror}")
 
-    def _measure(self, stage: int, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
+    def _measure_groups(self, stage: int, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
         """Let all groups of nodes measure at the same time, and collect their answers.
 
         A node that does not answer in time gets an error, and takes no part in later stages.
@@ -271,30 +277,32 @@ class _Leader:
         groups : ranks of the nodes that measure together.
         limit_s : time limit of the stage in seconds.
         """
-        self._answers = {}
+        self._stage_answers = {}  # before any request is sent, so that no answer of this stage is dropped
         for group in groups:
-            request = MeasureRequest(stage=stage, limit_s=limit_s, group=group, store=self._port)
+            request = MeasureRequest(stage=stage, limit_s=limit_s, group=group, store=self._store_port)
             for rank in group:
                 self._session.send(rank, request)
         ranks = set(itertools.chain.from_iterable(groups))
         # An answer that is sent just before the limit needs time to arrive.
         deadline = time.monotonic() + limit_s + ANSWER_S
-        while self._unanswered(ranks) and time.monotonic() < deadline:
+        while self._find_unanswered(ranks) and time.monotonic() < deadline:
             self._collect_answers(stage)
-        for rank in self._unanswered(ranks):
+        for rank in self._find_unanswered(ranks):
             error = f"its node agent hangs: no answer within {limit_s} s"
-            self._answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
-        for rank, answer in self._answers.items():
+            self._stage_answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
+        # `mute` means that a node cannot measure anything more. Its error is stored, so that it drops out of
+        # later stages. An error of a node that can still measure is left to the caller.
+        for rank, answer in self._stage_answers.items():
             if answer.mute and not self._nodes[rank].error:
                 self._nodes[rank] = replace(self._nodes[rank], error=answer.error)
 
-    def _unanswered(self, ranks: set[int]) -> set[int]:
+    def _find_unanswered(self, ranks: set[int]) -> set[int]:
         """Return the ranks among `ranks` whose answers are still missing, without nodes that dropped out."""
-        return ranks - self._answers.keys() - self._failed_ranks()
+        return ranks - self._stage_answers.keys() - self._find_failed_ranks()
 
-    def _link_result(self, pair: tuple[int, int]) -> LinkResult:
+    def _make_link_result(self, pair: tuple[int, int]) -> LinkResult:
         """Return the bandwidth between the two nodes of `pair`, or the errors in their answers."""
-        answers = [self._answers[rank] for rank in pair]
+        answers = [self._stage_answers[rank] for rank in pair]
         errors = [answer.error for answer in answers if answer.error]
         if errors:
             return LinkResult(nodes=pair, error=", ".join(errors))
@@ -303,28 +311,29 @@ class _Leader:
     def _wait_for_store(self) -> bool:
         """Wait until the store is served. Return False if that takes longer than `PAIR_S` seconds."""
         deadline = time.monotonic() + PAIR_S
-        while not self._port and self._store.sources and time.monotonic() < deadline:
+        while not self._store_port and self._store.sources and time.monotonic() < deadline:
             self._collect_answers(-1)  # no stage has this number, so answers of nodes are ignored
-        return self._port != 0
+        return self._store_port != 0
 
     def _collect_answers(self, stage: int) -> None:
-        """Wait up to `TICK_S` for messages, and store the answers for `stage` in `_answers`.
+        """Wait up to `TICK_S` for messages, and store the answers for `stage` in `_stage_answers`.
 
         A lost node gets an error. The process that serves the store, in which the nodes meet, reports its
         port.
         """
-        for _ in _poll(self._session, self._process, self._config, self._store.sources):
+        # The loop only runs the generator to its end.
+        for _ in _exchange_messages(self._session, self._process, self._config, self._store.sources):
             pass  # the session has already recorded the events, such as lost nodes
         for rank, reason in self._session.lost.items():
             self._nodes[rank] = replace(self._nodes[rank], error=f"lost: {reason}", is_gone=True)
         for rank, answer in self._session.measurements.items():
-            if answer.stage == stage:
-                self._answers[rank] = answer
+            if answer.stage == stage:  # the session keeps the last answer of a node, also from an old stage
+                self._stage_answers[rank] = answer
         store_answer = self._store.next_answer()
         if store_answer:
-            self._port = int(dict(store_answer.figures).get(STORE, 0))
+            self._store_port = int(dict(store_answer.figures).get(STORE, 0))
 
-    def _failed_ranks(self) -> set[int]:
+    def _find_failed_ranks(self) -> set[int]:
         """Return the ranks of the nodes that dropped out because of an error."""
         return {rank for rank, node in self._nodes.items() if node.error}
 
@@ -339,7 +348,7 @@ class _Leader:
         return self._session.host(rank)
 
 
-def _outlier_error(report: Report) -> CheckFailed:
+def _make_outlier_error(report: Report) -> CheckFailed:
     """Return the error about a run that cannot start without its outliers, which are slow or broken nodes.
 
     The error names the slowest of them. The hint tells the user how to start again without these nodes.
@@ -384,10 +393,10 @@ class MeasuringProcess:
         self._process: _Process | None = None
         self._ending_commands: list[CommandProcess] = []
         """Processes that were told to end. `close` waits until they have ended."""
-        self._request: MeasureRequest | None = None
+        self._pending_request: MeasureRequest | None = None
         """The request whose result is still missing."""
         self._deadline = 0.0
-        """Time limit of `_request` on the monotonic clock."""
+        """Time limit of `_pending_request` on the monotonic clock."""
 
     @property
     def sources(self) -> Sequence[Readable]:
@@ -421,7 +430,7 @@ class MeasuringProcess:
         """
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
-        self._request, self._deadline = request, time.monotonic() + request.limit_s
+        self._pending_request, self._deadline = request, time.monotonic() + request.limit_s
         self._process.connection.send(request)
 
     def next_answer(self) -> MeasureResult | None:
@@ -429,15 +438,19 @@ class MeasuringProcess:
 
         If the process has ended, or has not answered within the time limit of the request, the result
         contains an error. Its field `mute` is True if the process hangs, and so cannot measure anything more.
+        Each result is returned only once.
         """
         if self._process is None:
             return None
         command, connection = self._process
-        request = self._request
+        request = self._pending_request
         for message in connection.receive():
-            # The process that serves the store sends its answer without a request.
+            # The process that serves the store sends its answer without a request. An answer of another stage
+            # came too late and is dropped.
             if isinstance(message, MeasureResult) and (request is None or message.stage == request.stage):
                 return self._finish(message)
+        # `read_reports` must be called even without a request: it reads the descriptor for which `sources`
+        # waits, and updates `command.code`.
         is_running = command.read_reports() and command.code is None and not connection.error
         if request is None:
             return None
@@ -462,7 +475,7 @@ class MeasuringProcess:
 
     def _finish(self, answer: MeasureResult) -> MeasureResult:
         """Forget the current request, and return `answer`, which is its result."""
-        self._request = None
+        self._pending_request = None
         if answer.error:
             self._end()  # torch's process group may be broken after an error, so a new process is needed
         return answer

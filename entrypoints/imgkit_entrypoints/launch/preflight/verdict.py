@@ -93,11 +93,12 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
 
     Links of outliers are ignored, because a slow node makes its links slow as well.
     """
-    median = _median_TFLOPs(nodes)
+    median = _compute_median_TFLOPs(nodes)
     reasons = {}
-    # The slowest node comes first, and a node that could not measure counts as the slowest.
+    # The slowest node comes first, and a node that could not measure counts as the slowest. The order of
+    # `reasons` is kept: the report and the error message name the outliers in this order.
     for node in sorted(nodes, key=lambda node: (node.matmul_TFLOPs or 0.0, node.rank)):
-        node_reasons = tuple(_outlier_reasons(node, median, links))
+        node_reasons = tuple(_find_outlier_reasons(node, median, links))
         if node_reasons:
             reasons[node.rank] = node_reasons
     links_between_good_nodes = [link for link in links if reasons.keys().isdisjoint(link.nodes)]
@@ -107,11 +108,11 @@ def judge(nodes: Sequence[NodeResult], links: Sequence[LinkResult]) -> Verdict:
         links=links,
         median_TFLOPs=median,
         reasons=reasons,
-        slow_links=tuple(_slow_links(links_between_good_nodes, hosts)),
+        slow_links=tuple(_describe_slow_links(links_between_good_nodes, hosts)),
     )
 
 
-def _median_TFLOPs(nodes: Sequence[NodeResult]) -> float | None:
+def _compute_median_TFLOPs(nodes: Sequence[NodeResult]) -> float | None:
     """Return the median speed of the nodes, or None if fewer than half of them could measure it.
 
     If only a few nodes were measured, their median does not show what is usual.
@@ -122,31 +123,34 @@ def _median_TFLOPs(nodes: Sequence[NodeResult]) -> float | None:
     return statistics.median(rates)
 
 
-def _outlier_reasons(node: NodeResult, median: float | None, links: Sequence[LinkResult]) -> Iterator[str]:
+def _find_outlier_reasons(
+    node: NodeResult, median: float | None, links: Sequence[LinkResult]
+) -> Iterator[str]:
     """Yield the reasons why `node` is an outlier, or nothing if it is not one.
 
     An outlier is a node that is broken, or much slower than the median. `median` is the median speed of all
-    nodes, or None if it is unknown.
+    nodes, or None if it is unknown. `links` are the results for all pairs of nodes.
     """
-    if node.error:
+    if node.error:  # the node has dropped out, so it has no further results
         yield node.error
         return
-    yield from (f"dist-doctor: {text}" for text in node.failed)
+    yield from (f"dist-doctor: {failed_check}" for failed_check in node.failed)
     if median and node.matmul_TFLOPs is None:
         yield "matrix products could not be measured"
     elif median and node.matmul_TFLOPs is not None and _is_slow(node.matmul_TFLOPs, median):
         yield f"matmul {node.matmul_TFLOPs:.3g} TFLOP/s, {_compare_with_median(node.matmul_TFLOPs, median)}"
     # A single broken link does not show which of its two nodes is at fault. If all links of a node are
     # broken, it is this node.
-    errors = [link.error for link in links if node.rank in link.nodes]
+    errors = [link.error for link in links if node.rank in link.nodes]  # "" for a link that works
     if len(errors) > 1 and all(errors):
         yield f"it exchanges data with none of {len(errors)} partners: {errors[0]}"
 
 
-def _slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterator[str]:
+def _describe_slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterator[str]:
     """Yield one line for each link that is broken, or more than `TOLERANCE` slower than the median.
 
-    `hosts` contains the host name of each node by rank, because a link only names the ranks of its two nodes.
+    `links` are the links between nodes that are no outliers. `hosts` contains the host name of each node by
+    rank, because a link only names the ranks of its two nodes.
     """
     rates = [link.GBps for link in links if link.GBps is not None]
     median = statistics.median(rates) if rates else 0.0  # 0: no link has a rate, so none can be slow
@@ -159,10 +163,12 @@ def _slow_links(links: Sequence[LinkResult], hosts: Mapping[int, str]) -> Iterat
 
 
 def _is_slow(rate: float, median: float) -> bool:
+    """Return whether `rate` is more than `TOLERANCE` below the median."""
     return rate < (1 - TOLERANCE) * median
 
 
 def _compare_with_median(rate: float, median: float) -> str:
+    """Return a text about a rate below the median, such as ``40 % below the median of 5.2``."""
     return f"{100 * (1 - rate / median):.0f} % below the median of {median:.3g}"
 
 
@@ -224,19 +230,20 @@ class Report:
         An outlier is a node that is broken, or much slower than the median.
         """
         verdict = self.verdict
-        lines = self._figure_lines()
+        lines = self._format_figures()
         for node in verdict.outliers:
             lines += [f"OUTLIER {self._name(node)}: {reason}" for reason in verdict.reasons[node.rank]]
         lines += [f"SLOW LINK {text}" for text in verdict.slow_links]
-        # Print each note once, with all nodes that have it.
+        # A note is a finding about a node that does not make it an outlier. The same note often applies to
+        # many nodes, so print each note once, with all nodes that have it.
         hosts_by_note: dict[str, list[str]] = {}
         for node in verdict.nodes:
             for note in node.notes:
                 hosts_by_note.setdefault(note, []).append(node.host)
         lines += [f"note: {hostlist.fold_hosts(hosts)}: {note}" for note, hosts in hosts_by_note.items()]
-        return [*lines, self._summary()]
+        return [*lines, self._summarize()]
 
-    def _figure_lines(self) -> list[str]:
+    def _format_figures(self) -> list[str]:
         """Return the lines of the table with the figures of each node.
 
         The figures are the speed of matrix products, and the best bandwidth to any partner. With more than
@@ -244,6 +251,7 @@ class Report:
         """
         verdict = self.verdict
         nodes = verdict.nodes if len(verdict.nodes) <= MAX_ROWS else verdict.outliers
+        # The first two rows are the heading: the names of the columns, and their units.
         rows = [_FigureRow("node", "matmul", "bandwidth"), _FigureRow("", "TFLOP/s", "GB/s")]
         for node in nodes:
             bandwidth = _cell(best_GBps(node.rank, verdict.links))
@@ -259,19 +267,20 @@ class Report:
             lines.append(f"{row.name:<{name_width}}  {figures}".rstrip())
         return lines
 
-    def _summary(self) -> str:
+    def _summarize(self) -> str:
         """Return the result in one line. It names the outliers, and says whether the run starts."""
         nodes, outliers = len(self.verdict.nodes), len(self.verdict.outliers)
-        text = f"preflight of {count_text(nodes, 'node')} in {self.seconds:.0f} s: "
+        summary = f"preflight of {count_text(nodes, 'node')} in {self.seconds:.0f} s: "
         if outliers == 0:
-            return f"{text}no outlier"
-        text += f"{count_text(outliers, 'outlier')}, {self.exclude}"
+            return f"{summary}no outlier"
+        summary += f"{count_text(outliers, 'outlier')}, {self.exclude}"
         if self.left_out:
             pronoun = "them" if len(self.left_out) > 1 else "it"
-            return f"{text}; the run starts without {pronoun}"
+            return f"{summary}; the run starts without {pronoun}"
+        # The run starts with its outliers: with few nodes, only lost nodes are excluded.
         if self.passed:
-            return f"{text}; reported only: fewer than {MIN_NODES} nodes have no meaningful median"
-        return text
+            return f"{summary}; reported only: fewer than {MIN_NODES} nodes have no meaningful median"
+        return summary
 
     def to_json(self) -> str:
         """Return the content of ``preflight.json``."""
