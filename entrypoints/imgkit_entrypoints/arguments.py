@@ -124,7 +124,7 @@ class Parser(argparse.ArgumentParser):
             # that argument. The error should name the unknown option instead.
             positionals = [action for action in self._actions if not action.option_strings]
             prefixes = tuple(f"argument {action.metavar}:" for action in positionals)
-            unknown = self._unknown_flags(argv)
+            unknown = self._find_unknown_flags(argv)
             if unknown and str(error).startswith(prefixes):
                 self.error(self._describe_unknown(unknown))
             raise
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
             self.error(self._describe_unknown(unknown))
         return options
 
-    def _unknown_flags(self, argv: Sequence[str]) -> list[str]:
+    def _find_unknown_flags(self, argv: Sequence[str]) -> list[str]:
         """Return the arguments that look like a long option that this parser does not have."""
         flags = {*self._option_string_actions, "--"}
         return [arg for arg in argv if arg.startswith("--") and arg.partition("=")[0] not in flags]
@@ -148,12 +148,12 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected {noun} {' '.join(args)}"
         noun = "option" if len(options) == 1 else "options"
         message = f"unknown {noun} {', '.join(options)}"
-        similar = self._similar_flags(options)
+        similar = self._find_similar_flags(options)
         if not similar:
             return message
         return f"{message}; did you mean {', '.join(similar)}?"
 
-    def _similar_flags(self, options: Sequence[str]) -> Collection[str]:
+    def _find_similar_flags(self, options: Sequence[str]) -> Collection[str]:
         """Return the visible flags that are similar to `options`.
 
         There is at most one flag for each option, and no flag occurs twice.

@@ -59,12 +59,12 @@ def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> N
     where : place of the error.
     hint : what the user can do.
     """
-    problem = _folder_problem(path)
+    problem = _find_folder_problem(path)
     if problem:
         raise UsageError(f"the {name} cannot be written: {problem}", where=where, hint=hint)
 
 
-def _folder_problem(path: Path) -> str:
+def _find_folder_problem(path: Path) -> str:
     """Return why `path` cannot be a folder to which this user writes, or "" if it can."""
     # Check `path` itself if it exists, or else the nearest existing path above it.
     for folder in (path, *path.parents):
@@ -334,7 +334,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
 
 def _refuse_foreign_file(status: os.stat_result, path: Path) -> None:
     """Raise PermissionError if the file with this status is not trusted (see `foreign_file_reason`)."""
-    reason = _foreign_status_reason(status, path.parent)
+    reason = _explain_foreign_status(status, path.parent)
     if reason:
         raise PermissionError(errno.EPERM, reason, str(path))
 
@@ -409,7 +409,7 @@ def foreign_file_reason(path: Path) -> str:
     ------
     OSError : the file does not exist, or cannot be accessed.
     """
-    return _foreign_status_reason(os.lstat(path), path.parent)
+    return _explain_foreign_status(os.lstat(path), path.parent)
 
 
 def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> str:
@@ -428,7 +428,7 @@ def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> s
         return ""
 
 
-def _foreign_status_reason(status: os.stat_result, folder: Path) -> str:
+def _explain_foreign_status(status: os.stat_result, folder: Path) -> str:
     """Return why a file in `folder` with this status is not trusted, or "" if it is trusted.
 
     The docstring of `foreign_file_reason` contains the rules.
@@ -451,10 +451,10 @@ def _is_trusted(status: os.stat_result, folder: Path) -> bool:
 
 def _is_own(status: os.stat_result, folder: Path) -> bool:
     """Return whether the owner is this user or root, or the user to whom NFS assigns new files."""
-    return status.st_uid in (os.geteuid(), 0) or status.st_uid == _owner_of_new_files(folder)
+    return status.st_uid in (os.geteuid(), 0) or status.st_uid == _find_owner_of_new_files(folder)
 
 
-def _owner_of_new_files(folder: Path) -> int:
+def _find_owner_of_new_files(folder: Path) -> int:
     """Return the user who owns a file that this process creates in `folder`.
 
     To find out, a file is created and removed at once. On NFS, its owner may differ from the user of the

@@ -239,7 +239,7 @@ def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
 
     def read_typed(value: Any) -> Any:
         if type(value) is not json_type:  # isinstance would accept True as an int
-            raise _misfit(value, _NOUNS.get(json_type, "an object"))
+            raise _describe_misfit(value, _NOUNS.get(json_type, "an object"))
         return value if build is None else build(value)
 
     return read_typed
@@ -271,7 +271,7 @@ def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
 def _read_choice(allowed: tuple[Any, ...], value: Any) -> Any:
     """Return `value` if it is one of the `allowed` values of a ``Literal``. Otherwise raise `_Misfit`."""
     if value not in allowed:
-        raise _misfit(value, " or ".join(allowed))
+        raise _describe_misfit(value, " or ".join(allowed))
     return value
 
 
@@ -282,11 +282,11 @@ def _find_builder(hint: Any, closed: bool) -> _Reader | None:
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _object_builder(hint, closed)
+        return _make_object_builder(hint, closed)
     if origin is collections.abc.Mapping:
-        return _mapping_builder(_find_reader(args[0], closed), _find_reader(args[1], closed))
+        return _make_mapping_builder(_find_reader(args[0], closed), _find_reader(args[1], closed))
     if origin in (tuple, list):
-        return _list_builder(origin, [_find_reader(arg, closed) for arg in args if arg is not Ellipsis])
+        return _make_list_builder(origin, [_find_reader(arg, closed) for arg in args if arg is not Ellipsis])
     return Path if hint is Path else None
 
 
@@ -306,7 +306,7 @@ def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> di
     return parts
 
 
-def _mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
+def _make_mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
     def build_mapping(values: dict[str, Any]) -> Any:
         parts = _read_parts(values, dict.fromkeys(values, read_value))
         return {read_key(name): value for name, value in parts.items()}
@@ -314,7 +314,7 @@ def _mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
     return build_mapping
 
 
-def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
+def _make_list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     """Return a function that builds a list or tuple (`origin`) from an array.
 
     A single reader is used for all items. If there are several readers, each reads one item, so the array
@@ -326,7 +326,7 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
         """Build all items. If an item does not fit, prepend its index to the path in the error."""
         item_readers = readers if is_fixed else [readers[0]] * len(values)
         if len(values) != len(item_readers):
-            raise _misfit(values, f"a list of {len(readers)}")
+            raise _describe_misfit(values, f"a list of {len(readers)}")
         items: list[Any] = []
         try:
             for read_item, value in zip(item_readers, values, strict=True):
@@ -339,7 +339,7 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     return build_list
 
 
-def _object_builder(owner: Any, closed: bool) -> _Reader:
+def _make_object_builder(owner: Any, closed: bool) -> _Reader:
     """Return a function that builds the dataclass `owner` from a JSON object.
 
     The function refuses an object in which a field without a default is missing. With `closed`, it also
@@ -369,7 +369,7 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
     return build_object
 
 
-def _misfit(value: Any, noun: str) -> _Misfit:
+def _describe_misfit(value: Any, noun: str) -> _Misfit:
     """Return the error about a value that is not a `noun`, such as ``is "4", not a whole number``."""
     return _Misfit(f" is {json.dumps(value, default=str)[:200]}, not {noun}")
 

@@ -218,12 +218,12 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     unknown: dict[str, None] = {}
     for condition in issue.when:
         comparisons = parse_condition(condition)
-        states = [_is_true(comparison, lookup) for comparison in comparisons]
+        states = [_evaluate_comparison(comparison, lookup) for comparison in comparisons]
         if True in states:  # the comparisons are alternatives, so a single true one is enough
             comparison = comparisons[states.index(True)]
             evidence.update(dict.fromkeys(lookup(name).evidence for name in comparison.names))
         elif None in states:
-            unknown.update(dict.fromkeys(_unknown_names(comparisons[states.index(None)], lookup)))
+            unknown.update(dict.fromkeys(_list_unknown_names(comparisons[states.index(None)], lookup)))
         else:
             values = dict.fromkeys(lookup(comparison.name).evidence for comparison in comparisons)
             return IssueResult(issue, "no match", f"needs {condition} ({', '.join(values)})")
@@ -232,7 +232,7 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
 
 
-def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
+def _list_unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
     """Return the names of the unknown facts in a comparison, as messages show them.
 
     For ``driver < {cuda_driver}`` with a known driver, only ``first driver for this CUDA`` is returned.
@@ -242,7 +242,7 @@ def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
     return [FACTS.get(name, name) for name in unknown]
 
 
-def _is_true(comparison: Comparison, lookup: Lookup) -> bool | None:
+def _evaluate_comparison(comparison: Comparison, lookup: Lookup) -> bool | None:
     """Return whether a comparison, such as ``nccl < 2.29.3``, is true. Return None if a value is unknown."""
     value, operand = lookup(comparison.name), comparison.operand
     if not value.is_known:

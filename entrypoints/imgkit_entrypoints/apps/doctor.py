@@ -65,7 +65,7 @@ class Answer:
     time_s: float = 0.0
     """Time on the node after the collective, in seconds since the epoch; 0 if the collective failed."""
     nccl_host: str = ""
-    """The text by which NCCL recognizes ranks on the same machine; see `_nccl_host`."""
+    """The text by which NCCL recognizes ranks on the same machine; see `_identify_nccl_host`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -356,10 +356,12 @@ def _add_node_checks(answer: Answer) -> Answer:
     except ImgkitError as error:
         failure = Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or "")
         return dataclasses.replace(answer, checks=(failure,))
-    return dataclasses.replace(answer, machine=host.boot_id, nccl_host=_nccl_host(host), checks=checks)
+    return dataclasses.replace(
+        answer, machine=host.boot_id, nccl_host=_identify_nccl_host(host), checks=checks
+    )
 
 
-def _nccl_host(host: facts.HostFacts) -> str:
+def _identify_nccl_host(host: facts.HostFacts) -> str:
     """Return a text that is equal for two ranks if NCCL considers them to be on the same machine.
 
     NCCL compares the host name (or NCCL_HOSTID) and the device number of /dev/shm (misc/utils.cc and the shm
@@ -399,7 +401,7 @@ def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answe
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        wrong = _wrong_senders(rank, world_size, device)
+        wrong = _run_verified_sums(rank, world_size, device)
         time_s = time.time()
     except Exception as error:  # a network error of any type is a finding
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -415,7 +417,7 @@ def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answe
     )
 
 
-def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[int, ...]:
+def _run_verified_sums(rank: int, world_size: int, device: torch.device) -> tuple[int, ...]:
     """Run the all_reduce several times, and return the ranks whose values arrive wrong at this rank.
 
     Each rank contributes its values at the positions i with i % world_size == rank, and zeros elsewhere. So

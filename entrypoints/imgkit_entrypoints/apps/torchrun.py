@@ -140,7 +140,7 @@ def _note_failed_workers(error: ChildFailedError, *, is_imgkits: bool) -> int:
     """Record the exit codes of failed workers for the node agent, and return the exit code of torchrun."""
     first_rank, first_failure = error.get_first_failure()
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    codes.update(_codes_of_forks(first_rank - first_failure.local_rank))
+    codes.update(_find_failed_forks(first_rank - first_failure.local_rank))
     failures.write_exit_codes(os.environ, codes, is_imgkits=is_imgkits)
     if is_imgkits and first_failure.exitcode > 0:  # if a signal ended the worker, the exit code is negative
         return int(first_failure.exitcode)
@@ -154,7 +154,7 @@ It is kept because torch reports only one failure of forked workers, and not alw
 """
 
 
-def _codes_of_forks(first_rank: int) -> dict[int, int]:
+def _find_failed_forks(first_rank: int) -> dict[int, int]:
     """Return the exit codes of forked workers that failed, by rank.
 
     `first_rank` is the rank of the first worker on this node.

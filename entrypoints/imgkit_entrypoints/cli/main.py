@@ -73,7 +73,7 @@ def _print_error(argv: tuple[str, ...], error: ImgkitError) -> None:
     # The error may be that the options cannot be parsed, so look for the flags in `argv`.
     is_dry_run = "--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"
     if "--json" in argv and is_dry_run:
-        document = {"schema": plan.SCHEMA, "error": _error_dict(error)}
+        document = {"schema": plan.SCHEMA, "error": _build_error_dict(error)}
         with contextlib.suppress(terminal.OutputLost):
             terminal.print_document(json.dumps(document, indent=2) + "\n")
     name = argv[0] if argv else "imgkit_entrypoints"
@@ -102,7 +102,7 @@ def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     command = _find_command(name)
     run_code.refuse_missing_code(env)
     if command.name == "dist-env":
-        return _dist_env(command, argv, env)
+        return _run_dist_env(command, argv, env)
     if arguments and arguments[0] in command.verbs:  # "dist-train export ...": a subcommand without a launch
         module = importlib.import_module(command.verbs[arguments[0]])
         return int(module.main(arguments[1:]))
@@ -111,7 +111,7 @@ def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     else:
         options, worker = start.parse_app(command, argv, env)
     if command.name == "dist-doctor" and not options.dry_run:
-        return _dist_doctor(options, worker, env)
+        return _run_dist_doctor(options, worker, env)
     return start.launch_worker(options, worker, env)
 
 
@@ -129,12 +129,12 @@ def _find_command(name: str) -> Command:
     raise UsageError(f"unknown command {name!r}", hint=f"one of: {names}")
 
 
-def _error_dict(error: ImgkitError) -> dict[str, str | None]:
+def _build_error_dict(error: ImgkitError) -> dict[str, str | None]:
     """Return the JSON form of an error."""
     return {"what": error.what, "where": error.where, "hint": error.hint}
 
 
-def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _run_dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run ``dist-env``: print the facts of this node and the settings of a launch, and return the exit code.
 
     The form is text, JSON (``--json``) or export lines for a shell (``--shell``). With ``--dry-run``, print
@@ -162,7 +162,7 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
         recipe = system.scheduler if system else ""
         warnings = resolve.placement_warnings(placement, options.placement, env, recipe=recipe)
     except ImgkitError as error:
-        placement_values: dict[str, object] = {"error": _error_dict(error)}
+        placement_values: dict[str, object] = {"error": _build_error_dict(error)}
     else:
         nnodes, head = placement.nnodes, placement.head
         placement_values = {**dataclasses.asdict(placement), "source": dict(placement.source)}
@@ -170,14 +170,14 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     if parsed.shell:
         _print_exports(network, env)
     elif options.json:
-        document = _node_document(host, system, placement_values, network)
+        document = _build_node_document(host, system, placement_values, network)
         terminal.print_document(json.dumps(document, indent=2) + "\n")
     else:
         terminal.print_results(*_describe_node(host, system, placement_values, network, warnings))
     return 0
 
 
-def _node_document(
+def _build_node_document(
     host: facts.HostFacts,
     system: SystemFacts | None,
     placement: Mapping[str, object],
@@ -251,7 +251,7 @@ def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
             start.print_message(f"warning: {name!r} is not a variable name, so it is not in these lines")
 
 
-def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
+def _run_dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
     """Run ``dist-doctor``: check only this node, or all nodes of the job together. Return the exit code.
 
     If the job has several nodes, or ``--nproc`` is given, all nodes are checked, including a collective

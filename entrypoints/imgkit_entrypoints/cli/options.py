@@ -283,11 +283,11 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
     launch_options = (device, *OPTIONS)
     add_options(parser, (Option("--json", json_help, action="store_true"), *launch_options))
     add_options(parser, options)
-    parser.set_defaults(**_values_of_variables(launch_options, env))
+    parser.set_defaults(**_read_variables(launch_options, env))
     return parser
 
 
-def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
+def _read_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the ``IMGKIT_*`` variables for `options`, as new defaults of the parser.
 
     The values are not parsed yet. If an option is on the command line, the text of its variable may even be

@@ -105,7 +105,7 @@ def parse_user_program(
         parsed = parser.parse_args(argv[1:])
     except UsageError as error:
         if "unknown option" in error.what:
-            error.hint = _program_options_hint(command, argv, env) or error.hint
+            error.hint = _suggest_argument_order(command, argv, env) or error.hint
         raise
     program = parsed.program
     if program[:1] == ["--"]:  # it only separates the options of dist-run from the program
@@ -160,7 +160,7 @@ def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, st
         )
 
 
-def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
+def _suggest_argument_order(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a hint with the user's command line in the right order, for an error about an unknown option.
 
     Unknown options before a ``.py`` file most likely belong to the program. For example, ``dist-run --lr 1
@@ -308,7 +308,7 @@ def make_plan(
         prefix=sys.prefix,
         is_mpi_rank=placement.direct is not None,
     )
-    cache = _compile_cache(options, env, host, reader)
+    cache = _find_compile_cache(options, env, host, reader)
     cache_variables = compile_cache.cache_variables(cache.folder, env) if cache else {}
     unset = dict.fromkeys((*launch_plan.unset, *environment.unset))  # each name once, in order
     offline = internet.OfflineSettings(env={}, notes=())
@@ -342,7 +342,7 @@ def make_plan(
         *odd,
         *launch_plan.messages.warnings,
         *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
-        *(() if worker.is_imgkits else _shadowing_folders(child_env)),
+        *(() if worker.is_imgkits else _warn_shadowing_folders(child_env)),
     )
     hidden = launch_plan.messages.hidden
     if not is_cluster_node:
@@ -358,7 +358,7 @@ def make_plan(
     return dataclasses.replace(launch_plan, messages=messages), child_env
 
 
-def _compile_cache(
+def _find_compile_cache(
     options: LaunchOptions, env: Mapping[str, str], host: HostFacts, reader: facts.Reader
 ) -> compile_cache.CompileCache | None:
     """Return this node's cache of compiled code, or None if no folder of this node can hold it.
@@ -537,7 +537,7 @@ def print_message(text: str, *more_lines: str) -> None:
     terminal.print_messages(f"imgkit: {text}", *more_lines)
 
 
-def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
+def _warn_shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return warnings about folders in PYTHONPATH that contain torch or numpy, and so hide the image's.
 
     PYTHONPATH is not changed, because the user's program may need its own modules from there.

@@ -62,7 +62,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     host = facts.gather(env=env)
     system = facts.system_facts(env=env)
     if options.known_issues:
-        _print_issues(host.hostname, _plan(host, system, env, nnodes).issues, as_json=options.json)
+        _print_issues(host.hostname, _choose_plan(host, system, env, nnodes).issues, as_json=options.json)
         return 0
     checks = examine(host, system, env, reader=Reader(root=facts.root_of(env)), nnodes=nnodes)
     has_passed = passed(checks, strict=options.strict)
@@ -108,8 +108,8 @@ def examine(
         facts=host,
         has_recipe=system is not None,
         system=system or SystemFacts(),
-        env=_without_decided_variables(env),
-        plan=_plan(host, system, env, nnodes),
+        env=_remove_decided_variables(env),
+        plan=_choose_plan(host, system, env, nnodes),
         has_several_nodes=nnodes > 1,
         reader=reader,
     )
@@ -120,7 +120,7 @@ def examine(
     return tuple(results)
 
 
-def _without_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
+def _remove_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that the node agent (imgkit's process on each node) has set."""
     # LD_LIBRARY_PATH is kept, because it also contains folders of the user. `library_path` can distinguish
     # these from the folders that the node agent has added.
@@ -128,12 +128,14 @@ def _without_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in decided}
 
 
-def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int) -> FabricPlan:
+def _choose_plan(
+    host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int
+) -> FabricPlan:
     """Return the network plan for a run on several nodes, even if this run has only one node.
 
     Users run dist-doctor on one node to learn whether a run on several nodes would work.
     """
-    return fabric.choose_fabric(host, system, _without_decided_variables(env), nnodes=max(2, nnodes))
+    return fabric.choose_fabric(host, system, _remove_decided_variables(env), nnodes=max(2, nnodes))
 
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:

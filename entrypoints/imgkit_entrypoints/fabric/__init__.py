@@ -205,7 +205,7 @@ def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
             "put the folder of libnccl-net.so on LD_LIBRARY_PATH",
         )
     else:
-        plan.set_variable("NCCL_IB_DISABLE", "1", _no_rdma_reason(plan.facts, choice.selected))
+        plan.set_variable("NCCL_IB_DISABLE", "1", _explain_unused_rdma(plan.facts, choice.selected))
     if not efa_devices:
         reason = "the data uses TCP (/sys/class/infiniband, /sys/class/cxi)"
         _drop_other_network(plan, ("socket",), reason)
@@ -220,7 +220,7 @@ def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
     return Carriers((interface.name,), interface.speed_Mbps / 1000)
 
 
-def _no_rdma_reason(facts: HostFacts, idle_ports: Sequence[Port]) -> str:
+def _explain_unused_rdma(facts: HostFacts, idle_ports: Sequence[Port]) -> str:
     """Return the reason that the report gives for turning off RDMA.
 
     `idle_ports` are the ports that NCCL could use. They stay idle because the user has asked for TCP.

@@ -192,12 +192,12 @@ class FabricPlanBuilder:
         if variable in self.dropped:
             return None
         if variable in self.recipe:
-            return self._recipe_preset(variable)
+            return self._find_recipe_preset(variable)
         if image_sets and variable not in self.worker_env:
             return Preset(value=self.env[variable], source="from the image", origin="image")
         return None
 
-    def _recipe_preset(self, variable: str) -> Preset:
+    def _find_recipe_preset(self, variable: str) -> Preset:
         """Return the recipe's value of a variable, with the section of the recipe that sets it.
 
         The recipe can list network interfaces for each Slurm partition, so these have a section of their own.

@@ -29,13 +29,13 @@ def apply_known_issues(plan: FabricPlanBuilder) -> tuple[IssueResult, ...]:
     ------
     UsageError : a file with known issues is not valid.
     """
-    node_facts = _node_facts(plan)
+    node_facts = _collect_node_facts(plan)
 
     def lookup(name: str) -> Value:
         # A condition names a fact such as "nccl", or a variable such as "$NCCL_ALGO".
         if name in FACTS:
             return node_facts[name]
-        return _variable_value(plan, name.removeprefix("$"))
+        return _find_variable_value(plan, name.removeprefix("$"))
 
     results = []
     for issue in known_issues.load_issues(plan.system.known_issues, plan.env):
@@ -47,7 +47,7 @@ def apply_known_issues(plan: FabricPlanBuilder) -> tuple[IssueResult, ...]:
     return tuple(results)
 
 
-def _variable_value(plan: FabricPlanBuilder, name: str) -> Value:
+def _find_variable_value(plan: FabricPlanBuilder, name: str) -> Value:
     """Return the value that workers would get for the variable `name`, with its evidence for messages.
 
     A variable that is not set has the value "".
@@ -62,7 +62,7 @@ def _variable_value(plan: FabricPlanBuilder, name: str) -> Value:
     return Value(text, evidence, is_requested=plan.requested_preset(name) is not None)
 
 
-def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
+def _collect_node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
     """Return the values of all facts that conditions of known issues can test, by name.
 
     The value of an unknown fact is "".
@@ -76,7 +76,7 @@ def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
         **dict.fromkeys(FACTS, ""),
         "arch": facts.arch,
         "cuda": cuda,
-        "cuda_compat": _compat_state(plan),
+        "cuda_compat": _describe_compat(plan),
         "cuda_driver": str(cuda_drivers.first_driver(cuda) or ""),
         "driver": facts.driver_version,
         "fabric": plan.kind,
@@ -105,7 +105,7 @@ def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
         # The dict keeps each model once, in the order of the devices.
         values["gpu"] = ", ".join({device.model: None for device in facts.gpu_devices})
         sources["gpu"] = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
-    net_plugin = _net_plugin(plan)
+    net_plugin = _find_net_plugin(plan)
     if net_plugin:
         values["aws_ofi_nccl"], values["plugin_opens"] = net_plugin.version, net_plugin.opens
         sources["aws_ofi_nccl"] = sources["plugin_opens"] = net_plugin.path
@@ -125,7 +125,7 @@ def _quote_fact(name: str, text: str, source: str) -> str:
     return f"{FACTS[name]} {text or 'unknown'}"
 
 
-def _net_plugin(plan: FabricPlanBuilder) -> Library | Candidate | None:
+def _find_net_plugin(plan: FabricPlanBuilder) -> Library | Candidate | None:
     """Return the network plug-in that NCCL would open, or None if there is none.
 
     NCCL_NET_PLUGIN lists names of plug-ins. For each name, NCCL tries several files and opens the first one
@@ -155,7 +155,7 @@ def _find_library(plan: FabricPlanBuilder, name: str) -> Library | Candidate | N
     return plan.facts.library(name)
 
 
-def _compat_state(plan: FabricPlanBuilder) -> str:
+def _describe_compat(plan: FabricPlanBuilder) -> str:
     """Return ``used``, ``unused`` or ``absent``: the state of CUDA's forward compatibility in the image.
 
     Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver.

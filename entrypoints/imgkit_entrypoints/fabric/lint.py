@@ -54,7 +54,7 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
 
     The warning compares the rate of RDMA with the rate of TCP.
     """
-    variable = _rdma_off_variable(plan)
+    variable = _find_rdma_off_variable(plan)
     if plan.kind != "tcp" or not variable:
         return
     facts = plan.facts
@@ -73,7 +73,7 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
     yield Finding(problem, plan.unset_hint(variable))
 
 
-def _rdma_off_variable(plan: FabricPlanBuilder) -> str:
+def _find_rdma_off_variable(plan: FabricPlanBuilder) -> str:
     """Return the name of the variable with which the user has turned RDMA off, or "" if RDMA is on."""
     net = plan.preset("NCCL_NET")
     if net is not None and net.is_users and net.value.lower() == "socket":
@@ -161,14 +161,14 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
     if plan.kind != "roce" or index < 0:  # -1 lets NCCL search for the address
         return
     for port in used:
-        problem = _gid_problem(index, port)
+        problem = _find_gid_problem(index, port)
         if problem:
             right_gid = ports.pick_gid(port.gids)
             fix = f"set {ports.GID_INDEX}={right_gid.index}, or {unset}" if right_gid else unset
             yield Finding(f"{description}: {problem}", fix)
 
 
-def _gid_problem(index: int, port: Port) -> str:
+def _find_gid_problem(index: int, port: Port) -> str:
     """Return why the address at this index of a port's GID table is wrong, or "" if it is right.
 
     A GID is an address for RDMA. The right GID is an IPv4 address of type RoCE v2, which routers forward. It
@@ -299,7 +299,7 @@ def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(unknown)
 
 
-def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
+def _find_closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
     """Return the choice that is most similar to a misspelled `text`, or "" if none is similar enough.
 
     The comparison ignores case. `similarity` is the smallest ratio that counts as similar, from 0 (nothing in
@@ -318,7 +318,9 @@ def similar_name(name: str) -> str:
     Only variables of the same library, such as NCCL, are compared.
     """
     library, _, _ = name.partition("_")
-    return _closest_choice(name, [known_name for known_name in KNOWN_NAMES if known_name.startswith(library)])
+    return _find_closest_choice(
+        name, [known_name for known_name in KNOWN_NAMES if known_name.startswith(library)]
+    )
 
 
 def _check_names(plan: FabricPlanBuilder) -> Findings:
@@ -364,7 +366,7 @@ def _check_network(plan: FabricPlanBuilder) -> Findings:
         f"{plan.describe('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
         '"network not found" or "Failed to initialize any NET plugin" unless a plug-in has this name'
     )
-    similar = _closest_choice(preset.value, NETS, 0.6)
+    similar = _find_closest_choice(preset.value, NETS, 0.6)
     yield Finding(problem, f"set NCCL_NET={similar}" if similar else plan.unset_hint("NCCL_NET"))
 
 
@@ -380,7 +382,7 @@ def _check_choice(plan: FabricPlanBuilder, variable: str, item: str, choices: tu
         'end with "invalid usage", earlier versions ignore it'
     )
     fix = plan.unset_hint(variable)
-    similar = _closest_choice(item, choices, 0.5)
+    similar = _find_closest_choice(item, choices, 0.5)
     if similar:
         # Replace the complete item only: in "Tree,Tre" the item "Tre" must not change "Tree" to "Treee".
         value = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", similar, plan.worker_value(variable) or "")

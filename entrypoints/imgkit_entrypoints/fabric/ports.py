@@ -57,8 +57,8 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     """
     unused: list[UnusedPort] = []
     active: list[Port] = []
-    for port in _all_ports(plan.facts):
-        problem = _port_problem(port)
+    for port in _list_ports(plan.facts):
+        problem = _find_port_problem(port)
         if problem:
             unused.append(UnusedPort(port, problem))
         else:
@@ -70,8 +70,8 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
         reason = f"an Ethernet port, but {evidence}: NCCL cannot mix InfiniBand and Ethernet"
         unused += [UnusedPort(port, reason) for port in active if port not in infiniband]
         return PortChoice(tuple(infiniband), tuple(unused))
-    addressed, without_gid = _keep_addressed(active)
-    near, far = _keep_nearest(plan.facts, addressed)
+    addressed, without_gid = _split_by_address(active)
+    near, far = _split_by_distance(plan.facts, addressed)
     # If too few ports remain, the distance was misleading, so keep all ports with an address.
     expected_nics = plan.system.fabric.nics
     if expected_nics is not None and len(near) < expected_nics:
@@ -79,7 +79,7 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     return PortChoice(tuple(near), (*unused, *without_gid, *far))
 
 
-def _all_ports(facts: HostFacts) -> list[Port]:
+def _list_ports(facts: HostFacts) -> list[Port]:
     """Return the ports of all RDMA devices of the node."""
     return [port for device in facts.rdma for port in device.ports]
 
@@ -89,7 +89,7 @@ def is_efa(device: RdmaDevice) -> bool:
     return not any(port.link_layer in _LINK_LAYERS for port in device.ports)
 
 
-def _port_problem(port: Port) -> str:
+def _find_port_problem(port: Port) -> str:
     """Return why NCCL cannot use a port, or "" if it can.
 
     A usable port is ACTIVE, and its link layer is InfiniBand or Ethernet.
@@ -103,7 +103,7 @@ def _port_problem(port: Port) -> str:
     return ""
 
 
-def _keep_addressed(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
+def _split_by_address(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     """Split ports into those with an IPv4 GID of type RoCE v2 and the others, which NCCL should not use.
 
     A GID is an address for RDMA. Routers forward only GIDs of this type. If no port has such a GID, all ports
@@ -122,7 +122,7 @@ def _keep_addressed(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     return addressed, unaddressed
 
 
-def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
+def _split_by_distance(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     """Split ports into those nearest to a GPU and the others, which NCCL should not use.
 
     A NIC that is further away from the GPUs is usually for storage or management. If the distance of any port
@@ -130,7 +130,7 @@ def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list
     """
     distances = []
     for port in ports:
-        distance = gpu_distance(facts, _device_of_port(facts, port))
+        distance = gpu_distance(facts, _find_device(facts, port))
         if distance is None:
             return ports, []
         distances.append(distance)
@@ -140,7 +140,7 @@ def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list
         if distance == best:
             near.append(port)
             continue
-        device = _device_of_port(facts, port)
+        device = _find_device(facts, port)
         evidence = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
         reason = f"no GPU is {_NEARNESS[best]}, unlike other ports ({evidence})"
         far.append(UnusedPort(port, f"{reason}: a storage or management NIC"))
@@ -152,8 +152,8 @@ def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
 
     The distance is 0 below the same PCI switch, 1 on the same NUMA node, and 2 otherwise.
     """
-    bridge = _pci_bridge(device.pci)
-    if bridge and bridge in [_pci_bridge(gpu.pci) for gpu in facts.gpu_devices]:
+    bridge = _find_pci_bridge(device.pci)
+    if bridge and bridge in [_find_pci_bridge(gpu.pci) for gpu in facts.gpu_devices]:
         return 0
     numa_nodes = {gpu.numa_node for gpu in facts.gpu_devices} - {None}  # None means unknown
     if device.numa_node is None or not numa_nodes:
@@ -161,7 +161,7 @@ def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
     return 1 if device.numa_node in numa_nodes else 2
 
 
-def _pci_bridge(path: str) -> str:
+def _find_pci_bridge(path: str) -> str:
     """Return the bridge at the top of a PCI path, or "" if the path has only one part.
 
     For example, ``pci0000:16/0000:16:01.0/0000:17:00.0`` gives ``pci0000:16/0000:16:01.0``. Devices below the
@@ -241,7 +241,7 @@ def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     preset = plan.requested_preset(HCA)
     if preset is None:
         return choose_ports(plan).selected
-    usable = [port for port in _all_ports(plan.facts) if not _port_problem(port)]
+    usable = [port for port in _list_ports(plan.facts) if not _find_port_problem(port)]
     return match_ports(preset.value, usable)
 
 
@@ -279,7 +279,7 @@ def report_unused(plan: FabricPlanBuilder, unused: Iterable[UnusedPort]) -> None
         plan.add_decision(HCA, item.port.name, f"left out: {item.reason}")
 
 
-def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
+def _find_device(facts: HostFacts, port: Port) -> RdmaDevice:
     """Return the device to which a port belongs."""
     return next(device for device in facts.rdma if device.name == port.device)
 
@@ -292,14 +292,14 @@ def _report_cards(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """
     ports_by_card: dict[str, list[Port]] = {}
     for port in used:
-        device = _device_of_port(plan.facts, port)
+        device = _find_device(plan.facts, port)
         ports_by_card.setdefault(device.card, []).append(port)
         if device.physical:
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
             plan.add_decision(HCA, port.name, reason, used=True)
     for card, ports in ports_by_card.items():
         if len(ports) > 1:
-            path = _device_of_port(plan.facts, ports[0]).path
+            path = _find_device(plan.facts, ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
             plan.add_decision(HCA, ",".join(port.name for port in ports), reason, used=True)
 
@@ -326,7 +326,7 @@ def _warn_slow_ports(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
 
 def _warn_closed_devices(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """Warn about devices whose device file cannot be opened in this container."""
-    for device in dict.fromkeys(_device_of_port(plan.facts, port) for port in used):
+    for device in dict.fromkeys(_find_device(plan.facts, port) for port in used):
         if not device.verbs_opens:
             file = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
             problem = f"{device.path} exists, but {file} cannot be opened: NCCL would use TCP"
@@ -338,7 +338,7 @@ def _warn_missing_libibverbs(plan: FabricPlanBuilder, used: Sequence[Port]) -> N
 
     NCCL needs this library for RDMA. Its drivers are called providers, for example mlx5 for NVIDIA's NICs.
     """
-    devices = [_device_of_port(plan.facts, port) for port in used]
+    devices = [_find_device(plan.facts, port) for port in used]
     if not devices:  # without a usable port, NCCL does not need the library
         return
     fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
@@ -364,7 +364,7 @@ def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
     A virtual function is a share of a card. If the card itself is also in use, the virtual function does not
     count, because both share the card's rate.
     """
-    devices = {port.name: _device_of_port(facts, port) for port in used}
+    devices = {port.name: _find_device(facts, port) for port in used}
     cards = {device.card for device in devices.values() if not device.physical}
     total = 0.0
     for port in used:

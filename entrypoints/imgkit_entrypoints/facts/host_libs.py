@@ -102,7 +102,7 @@ def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, s
     folders = software.library_folders(reader, env)
     search = _Search(
         reader=reader,
-        host_folders=_host_folders(reader, first),
+        host_folders=_list_host_folders(reader, first),
         # A folder with links of an earlier launch leads to the host's files, so it is not the image's.
         image_folders=tuple(folder for folder in folders if not folder.startswith(LINKS)),
     )
@@ -112,7 +112,7 @@ def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, s
     return HostLibraries(source=source, bound=True, host=tuple(search.host), image=tuple(search.image))
 
 
-def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
+def _list_host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
     """Return the folders of the host in which to search for libraries, in order.
 
     The folders in `first` come first, then the versions of HPE's libfabric with the newest first, and last
@@ -249,17 +249,17 @@ def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]
         source = f"{SYSTEM_JSON}: runtime.cuda_compat auto"
     else:
         source = "the default"
-    compat_folders = _folders_with_cuda(reader, _COMPAT_FOLDERS)
+    compat_folders = _find_cuda_folders(reader, _COMPAT_FOLDERS)
     folder = compat_folders[0] if compat_folders else ""
     return CudaCompat(
         source=source,
         is_for_major=rule == "major",
         folder=folder,
         target=reader.target(f"{folder}/libcuda.so.1") if folder else "",
-        cuda_folders=_folders_with_cuda(reader, software.library_folders(reader, env)),
+        cuda_folders=_find_cuda_folders(reader, software.library_folders(reader, env)),
     )
 
 
-def _folders_with_cuda(reader: Reader, folders: Sequence[str]) -> tuple[str, ...]:
+def _find_cuda_folders(reader: Reader, folders: Sequence[str]) -> tuple[str, ...]:
     """Return the folders that contain libcuda.so.1, the driver's library."""
     return tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))

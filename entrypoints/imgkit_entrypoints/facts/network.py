@@ -50,12 +50,14 @@ def read_routes(reader: Reader) -> tuple[Route, ...]:
     for line in (reader.text("/proc/net/route") or "").splitlines()[1:]:
         try:
             interface, network, gateway, flags, _, _, metric, mask, *_ = line.split()
-            subnet = ipaddress.ip_network(f"{_address(network)}/{_address(mask)}", strict=False)
+            subnet = ipaddress.ip_network(
+                f"{_parse_route_address(network)}/{_parse_route_address(mask)}", strict=False
+            )
             is_up = int(flags, 16) & 1  # RTF_UP
             route = Route(
                 interface=interface,
                 network=str(subnet),
-                gateway=_address(gateway),
+                gateway=_parse_route_address(gateway),
                 metric=int(metric),
             )
         except ValueError:
@@ -65,7 +67,7 @@ def read_routes(reader: Reader) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-def _address(text: str) -> str:
+def _parse_route_address(text: str) -> str:
     """Convert a hexadecimal number of /proc/net/route to an IPv4 address: ``0100000A -> 10.0.0.1``."""
     # The kernel prints the number in the byte order of the machine, which is little-endian.
     return str(ipaddress.IPv4Address(bytes.fromhex(text)[::-1]))
@@ -80,9 +82,9 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
     order. An interface may then get the address of another one, but callers mostly need to know that each has
     an address.
     """
-    unassigned = list(_local_addresses(reader.text("/proc/net/fib_trie") or ""))
+    unassigned = list(_find_local_addresses(reader.text("/proc/net/fib_trie") or ""))
     addresses = {"lo": tuple(text for text in unassigned if text.startswith("127."))}
-    interfaces = _interfaces_by_network(reader, names)
+    interfaces = _group_interfaces_by_network(reader, names)
     # Small networks come first, so that an address in a /24 is not assigned to a /16 that contains the /24.
     for network in sorted(interfaces, key=lambda network: -network.prefixlen):
         inside = [text for text in unassigned if ipaddress.IPv4Address(text) in network]
@@ -92,7 +94,7 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
     return addresses
 
 
-def _interfaces_by_network(
+def _group_interfaces_by_network(
     reader: Reader, names: Sequence[str]
 ) -> Mapping[ipaddress.IPv4Network, Sequence[str]]:
     """Return the interfaces in `names` by the network to which they have a direct route.
@@ -109,7 +111,7 @@ def _interfaces_by_network(
     return interfaces
 
 
-def _local_addresses(trie: str) -> tuple[str, ...]:
+def _find_local_addresses(trie: str) -> tuple[str, ...]:
     """Return the IPv4 addresses of this machine, in their order, without duplicates.
 
     `trie` is the content of /proc/net/fib_trie, the kernel's routing table.

@@ -109,7 +109,7 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     For libfabric, the second text is "". For other libraries, both texts are "".
     """
     if name.startswith("libfabric."):
-        return _libfabric_version(reader, target), ""
+        return _find_libfabric_version(reader, target), ""
     if not name.startswith("libnccl-net"):
         return "", ""
     # The version of the plug-in is only found in its file. `find` is used because a regular expression for
@@ -126,7 +126,7 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     return version[0].decode(), opens
 
 
-def _libfabric_version(reader: Reader, target: str) -> str:
+def _find_libfabric_version(reader: Reader, target: str) -> str:
     """Return the version of the libfabric in the file `target`, or an empty text if it is unknown."""
     folder, _, _ = target.rpartition("/")
     text = reader.text(f"{folder}/pkgconfig/libfabric.pc") or ""
@@ -266,19 +266,19 @@ def torch_version(reader: Reader) -> str:
     The version is read from the file torch/version.py. An import of torch would take seconds, and
     importlib.metadata would take a quarter of imgkit's start-up time.
     """
-    match = _VERSION_LINE.search(_torch_version_file(reader)[1])
+    match = _VERSION_LINE.search(_find_torch_version_file(reader)[1])
     return match[1] if match else ""
 
 
 _VERSION_LINE = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
 
 
-def _torch_version_file(reader: Reader) -> tuple[str, str]:
+def _find_torch_version_file(reader: Reader) -> tuple[str, str]:
     """Return the path and the content of torch's version.py, or two empty texts if torch is not installed.
 
     If several folders contain torch, the file belongs to the one that Python would import.
     """
-    for folder in _python_folders():
+    for folder in _list_python_folders():
         path = f"{folder}/torch/version.py"
         text = reader.text(path)
         if text and _VERSION_LINE.search(text):
@@ -289,11 +289,11 @@ def _torch_version_file(reader: Reader) -> tuple[str, str]:
 def torch_cuda(reader: Reader) -> str:
     """Return the version of CUDA for which torch is built, or "" if torch is built for CPUs only."""
     # "cuda: Optional[str] = '12.4'", or "cuda = None"
-    match = re.search(r"^cuda(?:: [^=\n]+)? = '([^'\n]+)'", _torch_version_file(reader)[1], re.MULTILINE)
+    match = re.search(r"^cuda(?:: [^=\n]+)? = '([^'\n]+)'", _find_torch_version_file(reader)[1], re.MULTILINE)
     return match[1] if match else ""
 
 
-def _python_folders() -> tuple[str, ...]:
+def _list_python_folders() -> tuple[str, ...]:
     """Return the absolute folders from which Python imports modules."""
     return tuple(folder for folder in sys.path if folder.startswith("/"))
 
@@ -304,7 +304,7 @@ def rocm_evidence(reader: Reader) -> str:
     If the image has torch, only the GPUs for which torch is built count. A folder /opt/rocm may be mounted
     from the node, even if torch is built for other GPUs.
     """
-    path, text = _torch_version_file(reader)
+    path, text = _find_torch_version_file(reader)
     if path:
         hip = re.search(r"^hip(?:: [^=\n]+)? = '([^'\n]+)'", text, re.MULTILINE)
         return f"{path}: hip = {hip[1]}" if hip else ""
@@ -342,7 +342,7 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], on_library_path: Nccl) -
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
         return Nccl(option, f"IMGKIT_NCCL_VERSION={option}")
-    for folder in _python_folders():
+    for folder in _list_python_folders():
         # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
             _, _, text = name.partition("-")
@@ -376,7 +376,7 @@ def _is_linked_to_wheel(reader: Reader) -> bool:
     folders in which the dynamic linker searches. The torch of an NGC image uses the library path, even if
     another package has installed the wheel. If torch's library cannot be read, return True.
     """
-    path, _ = _torch_version_file(reader)
+    path, _ = _find_torch_version_file(reader)
     folder, _, _ = path.rpartition("/")
     try:
         library = elf.read(reader.real_path(f"{folder}/lib/libtorch_cuda.so"))

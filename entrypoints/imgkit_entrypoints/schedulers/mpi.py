@@ -217,7 +217,7 @@ class MpiLauncher:
         # Without a list of hosts, the number of nodes can only be computed from these two numbers.
         for names in (fields.world_size, fields.local_world_size):
             if not host_count and not env.first_set(names):
-                raise self._unknown_number_error(env, "nodes", names)
+                raise self._make_number_error(env, "nodes", names)
         if local_size_from:
             return env.read_number(local_size_from, least=1)
         if size_from:
@@ -225,7 +225,7 @@ class MpiLauncher:
         if self._is_alone(env):
             return 1
         names = (*fields.local_world_size, *fields.world_size)
-        raise self._unknown_number_error(env, "ranks on this node", names)
+        raise self._make_number_error(env, "ranks on this node", names)
 
     def _is_alone(self, env: Environment) -> bool:
         """Return whether this process seems to be the only rank on its node.
@@ -238,7 +238,7 @@ class MpiLauncher:
         local_rank = env.get(env.first_set(self.fields.local_rank), "0")
         return rank is not None and rank == node_rank and local_rank == "0"
 
-    def _unknown_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
+    def _make_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
         """Return the error about a number that is unknown because none of the variables `names` is set.
 
         `numbers` says what is counted, such as ``nodes``. The hint tells the user to list the hosts.

@@ -45,15 +45,15 @@ def find_placement(
     NoPlan : no placement can be right. The hint says what to start instead.
     """
     # The modules of the launchers read flags as variables.
-    env_with_flags = _flags_as_variables(request, Environment(env, read))
+    env_with_flags = _convert_flags(request, Environment(env, read))
     try:
         placement = _detect_placement(request, env_with_flags)
     except NoPlan as error:
         # If the user has typed a flag, the error should name the flag, and not its variable.
         if error.where and error.where in env_with_flags:
-            error.where = _flags_by_variable(env).get(error.where, error.where)
+            error.where = _find_flags_by_variable(env).get(error.where, error.where)
         raise
-    return _with_requested_values(_with_fast_network(placement, head_suffix), request, env)
+    return _apply_request(_put_head_on_fast_network(placement, head_suffix), request, env)
 
 
 def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
@@ -81,7 +81,7 @@ def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
     return placement
 
 
-def _with_fast_network(placement: Placement, suffix: str) -> Placement:
+def _put_head_on_fast_network(placement: Placement, suffix: str) -> Placement:
     """Return the placement with the head's name on the fast network.
 
     With the suffix ``-ib``, ``n1`` becomes ``n1-ib``. Only a name from Slurm's own list is changed. A head or
@@ -152,13 +152,13 @@ def _ask_launcher(module: Scheduler, request: PlacementRequest, env: Environment
     except WrongStart as error:
         if request.nnodes == 1:
             return standalone.single_node()
-        host_command = _command_on_host(request.command, env)
+        host_command = _build_host_command(request.command, env)
         command = module.per_node_command(host_command, nnodes=error.nnodes, env=env)
         hint = f"start it once per node:\n{command}\n(or, to use this node alone: --nnodes 1)"
         raise NoPlan(error.what, where=error.where, hint=hint) from None
 
 
-def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...]:
+def _build_host_command(command: Sequence[str], env: Environment) -> tuple[str, ...]:
     """Return the argv that the user has to type on the host to run `command` in this container.
 
     An example is ``apptainer exec --nv image.sif dist-run train.py``. Outside of a container of Singularity
@@ -234,7 +234,7 @@ _FLAG_VARIABLES: Mapping[str, str] = {
 }
 
 
-def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environment:
+def _convert_flags(request: PlacementRequest, env: Environment) -> Environment:
     """Return the environment with each flag as a variable: ``--node-rank 2`` becomes IMGKIT_NODE_RANK=2.
 
     The modules of the launchers then only have to read variables.
@@ -250,7 +250,7 @@ def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environm
     return Environment(variables, env.read)
 
 
-def _flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
+def _find_flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
     """Return the flags that belong to variables in `_FLAG_VARIABLES`, such as ``--head`` for IMGKIT_HEAD.
 
     Variables that are set in `env` are left out, because the user has set the variable and not the flag.
@@ -262,9 +262,7 @@ def _flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
     return flags
 
 
-def _with_requested_values(
-    placement: Placement, request: PlacementRequest, env: Mapping[str, str]
-) -> Placement:
+def _apply_request(placement: Placement, request: PlacementRequest, env: Mapping[str, str]) -> Placement:
     """Return the placement with the port, the spares and the direct rank that the user has requested.
 
     In direct mode, the launcher has started every rank itself, without torchrun. The modules of the launchers
@@ -286,7 +284,7 @@ def _with_requested_values(
         direct = Direct(
             rank=placement.node_rank, local_rank=0, world_size=placement.nnodes, local_world_size=1
         )
-    flags = _flags_by_variable(env)
+    flags = _find_flags_by_variable(env)
     return dataclasses.replace(
         placement,
         port=port,

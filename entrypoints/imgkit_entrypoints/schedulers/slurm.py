@@ -61,7 +61,7 @@ def claims(env: Environment) -> tuple[str, ...]:
     names = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
     # The salloc shell of a heterogeneous job has none of these variables, but only the lists of its
     # components.
-    return (*env.present(*names), *_hetjob_variables(env))
+    return (*env.present(*names), *_find_hetjob_variables(env))
 
 
 def find_placement(env: Environment) -> Placement:
@@ -74,7 +74,7 @@ def find_placement(env: Environment) -> Placement:
     WrongStart : this is the shell of the batch script or of salloc, and the job has several nodes.
     NoPlan : the job is heterogeneous, or variables contradict each other.
     """
-    components = _hetjob_variables(env)
+    components = _find_hetjob_variables(env)
     if components:
         raise NoPlan(
             "this is a heterogeneous Slurm job, which is not supported",
@@ -87,7 +87,7 @@ def find_placement(env: Environment) -> Placement:
     hosts = step_hosts.names
     nnodes_from = env.first_set(FIELDS["nnodes"])
     nnodes = env.read_number(nnodes_from, least=1) if nnodes_from else len(hosts)
-    job_nodes, job_nodes_from = _job_nodes(env)
+    job_nodes, job_nodes_from = _read_node_count(env)
     if nnodes < job_nodes and _is_shell(env):
         raise WrongStart(
             f"this is the shell of salloc, on 1 of the job's {job_nodes} nodes: srun has started nothing on "
@@ -137,7 +137,7 @@ def find_placement(env: Environment) -> Placement:
         head=head,
         job_id=job_id,
         source=source,
-        direct=None if _is_shell(env) else _direct_rank(env, nnodes, node_rank),
+        direct=None if _is_shell(env) else _find_direct_rank(env, nnodes, node_rank),
     )
 
 
@@ -182,7 +182,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
     return shlex.join(start_argv(command, nnodes=nnodes, cpus=cpus))
 
 
-def _hetjob_variables(env: Environment) -> tuple[str, ...]:
+def _find_hetjob_variables(env: Environment) -> tuple[str, ...]:
     """Return the variables that list the components of a heterogeneous job, or () in any other job."""
     return tuple(name for name in sorted(env) if _HET.fullmatch(name))
 
@@ -195,7 +195,7 @@ def _expand_hosts(env: Environment, names: Sequence[str]) -> HostList:
     return HostList(expand_nodelist(env[name], where=name), name)
 
 
-def _job_nodes(env: Environment) -> tuple[int, str]:
+def _read_node_count(env: Environment) -> tuple[int, str]:
     """Return the number of nodes of the job, and the variable that contains it.
 
     The number is 0 if no variable contains it.
@@ -227,7 +227,7 @@ def _find_placement_outside_step(env: Environment) -> Placement:
     ------
     WrongStart : the job has several nodes, or this shell does not run on the job's node.
     """
-    nnodes, nnodes_from = _job_nodes(env)
+    nnodes, nnodes_from = _read_node_count(env)
     hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
     # A batch script has SLURM_NODEID, but a shell of salloc on the login node does not.
     is_on_node = env.first_set(FIELDS["node_rank"]) != ""
@@ -263,7 +263,7 @@ def _job_id(env: Environment) -> tuple[str, str]:
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
-def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
+def _find_direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
     """Return the rank of this task if the step has several tasks on a node, otherwise None.
 
     With several tasks on a node, srun has already started every rank, and torchrun is not used.
@@ -272,7 +272,7 @@ def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None
     ------
     NoPlan : the numbers of tasks and nodes contradict each other, or a number is missing.
     """
-    counts = _task_counts(env, nnodes)
+    counts = _read_task_counts(env, nnodes)
     if max(counts) == 1:
         return None
     return Direct(
@@ -283,7 +283,7 @@ def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None
     )
 
 
-def _task_counts(env: Environment, nnodes: int) -> Sequence[int]:
+def _read_task_counts(env: Environment, nnodes: int) -> Sequence[int]:
     """Return the number of tasks on each node of the step, such as ``(4, 4, 3)``.
 
     Raises

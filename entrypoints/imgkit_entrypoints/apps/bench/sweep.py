@@ -44,7 +44,7 @@ class Sweep:
             self._record.transport = self._gather_transports()
         except RuntimeError as error:  # the backends raise this if another rank is gone
             has_lost_peer = True
-            reason = _first_sentence(error)
+            reason = _take_first_sentence(error)
             self._print_note(
                 f"INCOMPLETE: a collective failed. The sizes above are complete. The error: {reason}"
             )
@@ -140,7 +140,7 @@ class Sweep:
         try:
             self._measurer.run_once(collective, smallest)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            message = _first_line(error) or type(error).__name__
+            message = _take_first_line(error) or type(error).__name__
             is_unsupported = any(text in message.lower() for text in _UNSUPPORTED)
             if isinstance(error, RuntimeError) and not is_unsupported:  # for example, another rank has failed
                 raise
@@ -253,18 +253,18 @@ class Sweep:
         return {"sentences": [*self._describe_verdicts(), *self._notes, *more_notes], "busbw": busbw}
 
 
-def _first_line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     """Return the first line of an error, or an empty text if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else ""
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def _take_first_sentence(error: RuntimeError) -> str:
     """Return the first sentence of a backend's error, without the position in gloo's source code.
 
     ``[/src/pair.cc:1] Connection closed by peer. More.`` gives ``Connection closed by peer``.
     """
-    first_line = _first_line(error) or "no reason given"
+    first_line = _take_first_line(error) or "no reason given"
     sentence, _, _ = re.sub(r"^\[\S+\] ", "", first_line).partition(". ")
     return sentence[:300]
 

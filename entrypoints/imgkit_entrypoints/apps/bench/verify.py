@@ -181,7 +181,7 @@ class ExpectedValues:
 
         # The count stays on the device until the whole buffer is compared, so there is only one wait.
         count = torch.zeros((), dtype=torch.int64, device=buffer.device)
-        for block in self._blocks(buffer, result, iteration):
+        for block in self._divide_into_blocks(buffer, result, iteration):
             count += torch.count_nonzero(self._compare_bits(block))
         return int(count.item())
 
@@ -195,7 +195,7 @@ class ExpectedValues:
         """
         import torch
 
-        for block in self._blocks(buffer, result, iteration):
+        for block in self._divide_into_blocks(buffer, result, iteration):
             positions = torch.nonzero(self._compare_bits(block))
             if len(positions):
                 index = int(positions[0].item())
@@ -208,7 +208,9 @@ class ExpectedValues:
         """Return a boolean for each element of a block: whether its bits differ from the expected bits."""
         return block.expected.view(self._bits) != block.actual.view(self._bits)
 
-    def _blocks(self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int) -> Iterator[_Block]:
+    def _divide_into_blocks(
+        self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
+    ) -> Iterator[_Block]:
         """Divide a buffer into blocks, and yield each with its expected values.
 
         Parameters

@@ -154,14 +154,14 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
     path = Path(config.data)
     if path.is_dir():
         if generate is not _make_images:
-            raise _model_error(config, "images", "resnet18 or resnet50")
+            raise _make_model_error(config, "images", "resnet18 or resnet50")
         return ImageFolder(path, split, config.image_size)
     if config.model != "gpt" or not path.is_file():
-        raise _model_error(config, "a text file", "gpt")
+        raise _make_model_error(config, "a text file", "gpt")
     return TextFile(path, split)
 
 
-def _model_error(config: Config, data: str, models: str) -> UsageError:
+def _make_model_error(config: Config, data: str, models: str) -> UsageError:
     """Return the error for a model that cannot use a kind of data."""
     return UsageError(f"{config.model} cannot read {data}", where=config.data, hint=f"use --model {models}")
 

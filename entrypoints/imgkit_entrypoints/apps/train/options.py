@@ -32,7 +32,7 @@ def _flag(name: str) -> str:
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 
-def _takes_momentum(options: argparse.Namespace) -> bool:
+def _has_momentum(options: argparse.Namespace) -> bool:
     """Return whether the optimizer has a momentum, which is only the case for sgd."""
     defaults = MODELS.get(options.model, MODELS["linear"])
     return (options.optimizer or defaults.optimizer) == "sgd"
@@ -60,7 +60,7 @@ _NO_FOLDER = "without a run folder (--run-dir DIR)"
 NEEDS = (
     Need(option="--samples", reason="without built-in data", met=_may_have_built_in_data),
     Need(option="--image-size", reason="without a folder of images (--data DIR)", met=_may_have_images),
-    Need(option="--momentum", reason="without --optimizer sgd", met=_takes_momentum),
+    Need(option="--momentum", reason="without --optimizer sgd", met=_has_momentum),
     Need(option="--amp", reason="with --dtype fp64", met=lambda options: options.dtype == "fp32"),
     Need(
         option="--save-every",

@@ -76,12 +76,12 @@ class WorkClock:
 
         def before_copy(*_: object) -> None:
             if self._is_running:
-                self._work.append((self._start, self._timestamp()))
+                self._work.append((self._start, self._take_timestamp()))
                 self._start = None
 
         def after_copy(*_: object) -> None:
             if self._is_running and self._start is None:
-                self._start = self._timestamp()
+                self._start = self._take_timestamp()
 
         if compiled:
             after_copy = torch.compiler.disable(after_copy)
@@ -109,20 +109,20 @@ class WorkClock:
         self._is_running = self._is_on and len(self._timed) < MAX_STEPS
         if self._is_running:
             self._work = []
-            self._start = self._timestamp()
+            self._start = self._take_timestamp()
             self._ready = None
 
     def _on_last_gradient(self, _: Tensor) -> None:
         """Record the time at which the last gradient of a micro-batch is ready."""
         # This is called for each micro-batch of a step, and the last call counts.
         if self._is_running:
-            self._ready = self._timestamp()
+            self._ready = self._take_timestamp()
 
     def end_step(self) -> None:
         """Record that the gradients of all ranks are added up, which ends the wait."""
         if self._is_running and self._ready is not None:
             work = [*self._work, (self._start, self._ready)]
-            self._timed.append((work, (self._ready, self._timestamp())))
+            self._timed.append((work, (self._ready, self._take_timestamp())))
         self._is_running = False
 
     def take_times(self) -> StepTimes:
@@ -147,7 +147,7 @@ class WorkClock:
             wait_s += self._seconds(wait)
         return StepTimes(own_s / len(steps), wait_s / len(steps))
 
-    def _timestamp(self) -> Any:
+    def _take_timestamp(self) -> Any:
         """Return the current time as the start or the end of an `Interval`."""
         if not self._is_cuda:
             return time.perf_counter()

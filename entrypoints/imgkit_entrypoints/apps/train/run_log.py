@@ -130,7 +130,7 @@ class RunLog:
         self._eval_loss = loss
         self._evaluation_s += seconds
         terminal.print_results(f"{self._progress(step)}  held out: loss {loss:.6f}")
-        self._metrics.add({**self._position(step), "eval_loss": _finite(loss)})
+        self._metrics.add({**self._position(step), "eval_loss": _drop_infinite(loss)})
         self._loggers.log(step, {"eval_loss": loss})
 
     def _position(self, step: int) -> dict[str, Any]:
@@ -163,15 +163,15 @@ class RunLog:
             tokens_per_s = workload.tokens_per_sample * rate
         values = {
             **self._position(step),
-            "loss": None if loss is None else _finite(loss),
+            "loss": None if loss is None else _drop_infinite(loss),
             "numbers": numbers,
             "lr": learning_rate(self._config, step - 1, workload.steps),
-            "grad_norm": _finite(latest.grad_norm),
+            "grad_norm": _drop_infinite(latest.grad_norm),
             "samples_per_s": rate,
             "tokens_per_s": tokens_per_s,
             "data_wait": min(1.0, waited_s / seconds),
-            "own_work_s": _finite(self._usual_s),
-            "wait_s": _finite(latest.wait_s) if self._ranks > 1 else None,
+            "own_work_s": _drop_infinite(self._usual_s),
+            "wait_s": _drop_infinite(latest.wait_s) if self._ranks > 1 else None,
             "slow": self._stragglers.current_rows(),
             "memory_MiB": workload.memory_MiB(),
             "skipped": self._skipped,
@@ -196,7 +196,7 @@ class RunLog:
         # Each column has the sums of the loss or of one number, in all entries.
         columns = zip(*[entry.sums for entry in entries], strict=True)
         mean_loss, *number_means = [sum(column) / counted_steps for column in columns]
-        finite_means = map(_finite, number_means)
+        finite_means = map(_drop_infinite, number_means)
         return mean_loss, dict(zip(names, finite_means, strict=True))
 
     def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
@@ -246,9 +246,9 @@ class RunLog:
             "steps": self._workload.steps,
             "started_after_step": self._workload.start,
             "saved_step": saved_step if saved_step >= 0 else None,
-            "first_loss": _finite(self._first_loss),
-            "last_loss": _finite(self._last_loss),
-            "eval_loss": _finite(self._eval_loss),
+            "first_loss": _drop_infinite(self._first_loss),
+            "last_loss": _drop_infinite(self._last_loss),
+            "eval_loss": _drop_infinite(self._eval_loss),
             "ranks": self._ranks,
             "samples_per_s": rate,
             "seconds": time.perf_counter() - self._start_s,
@@ -277,7 +277,7 @@ class RunLog:
         )
 
 
-def _finite(value: float) -> float | None:
+def _drop_infinite(value: float) -> float | None:
     """Return the number, or None if it is NaN or infinite, because JSON does not have such values."""
     return value if math.isfinite(value) else None
 

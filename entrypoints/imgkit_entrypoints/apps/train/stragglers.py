@@ -66,9 +66,7 @@ class Straggler:
     @property
     def excess(self) -> str:
         """Its own work in comparison with the usual time, for a message."""
-        return (
-            f"its own work takes {_milliseconds(self.own_work_s)} a step, not {_milliseconds(self.usual_s)}"
-        )
+        return f"its own work takes {_format_ms(self.own_work_s)} a step, not {_format_ms(self.usual_s)}"
 
 
 class UsualWork(NamedTuple):
@@ -94,9 +92,9 @@ def find_usual_work(own_s: Sequence[float]) -> UsualWork:
         return UsualWork(math.nan, math.inf)
     if len(measured) < FEW:
         fastest = measured[0]
-        return UsualWork(fastest, _least_limit(fastest))
+        return UsualWork(fastest, _compute_least_limit(fastest))
     median = statistics.median(measured)
-    limit = _least_limit(median)
+    limit = _compute_least_limit(median)
     # If even the slowest rank is not above the lowest possible limit, no rank is slow. In this case, there is
     # no need to sort thousands of deviations.
     if measured[-1] > limit:
@@ -105,7 +103,7 @@ def find_usual_work(own_s: Sequence[float]) -> UsualWork:
     return UsualWork(median, limit)
 
 
-def _least_limit(usual_s: float) -> float:
+def _compute_least_limit(usual_s: float) -> float:
     """Return the lowest possible limit above which a rank is slow, in seconds."""
     return max(usual_s * (1 + SHARE), usual_s + FLOOR_S)
 
@@ -232,7 +230,7 @@ class Stragglers:
         return [asdict(self._stragglers[rank]) for rank in sorted(self._stragglers)]
 
 
-def _milliseconds(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     """Format a duration with three digits, such as ``131 ms`` or ``4.56 ms``."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"

@@ -111,7 +111,7 @@ class Trainer:
             # Compile the module in place, so that the names of the weights in checkpoints stay the same.
             self.plain.compile()
         with self._autocast:
-            loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+            loss, numbers = _split_step_result(self._loss(self.model, micro_batch.batch))
         self._refuse_no_numbers(loss, numbers)
         self._open_sums(tuple(numbers))
         self._clock.run_first_backward(self._parameters, loss.backward)
@@ -123,13 +123,13 @@ class Trainer:
     def _refuse_no_numbers(self, loss: Any, numbers: Mapping[str, Any]) -> None:
         """Raise UsageError if the result of the user's step is not a loss, optionally with numbers."""
         if not isinstance(loss, Tensor):
-            raise self._no_number_error("the loss", loss)
+            raise self._make_loss_error("the loss", loss)
         for name, value in {"the loss": loss, **numbers}.items():
             has_shape = isinstance(value, Tensor) and value.dim() > 0
             if has_shape or not isinstance(value, Tensor | int | float):
-                raise self._no_number_error(name, value)
+                raise self._make_loss_error(name, value)
 
-    def _no_number_error(self, name: str, value: Any) -> UsageError:
+    def _make_loss_error(self, name: str, value: Any) -> UsageError:
         """Return the error for a value from the user's step that is not a single number."""
         kind = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
@@ -171,7 +171,7 @@ class Trainer:
         If the user's step returns numbers, the result contains them after the loss.
         """
         with self._autocast:
-            loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+            loss, numbers = _split_step_result(self._loss(self.model, micro_batch.batch))
         if micro_batch.weight != 1.0:  # avoid the multiplication in the usual case of the weight 1
             loss = loss * micro_batch.weight
         self._scaler.scale(loss).backward()
@@ -263,7 +263,7 @@ class Trainer:
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of one batch, with the same loss function and precision as in training."""
         with self._autocast:
-            loss, _ = _loss_and_numbers(self._loss(self.model, batch))
+            loss, _ = _split_step_result(self._loss(self.model, batch))
             detached: Tensor = loss.detach()
             return detached
 
@@ -282,7 +282,7 @@ class Trainer:
         self._scaler.load_state_dict(state["scaler"])
 
 
-def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
+def _split_step_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split the result of the user's step into the loss and the numbers by name.
 
     The result is either a loss, or a tuple of a loss and numbers.

@@ -57,7 +57,7 @@ def check_pcie(node: CheckedNode) -> Iterator[Check]:
     for link in links:
         needed_Gbps = port_rates_Gbps.get(link.device)
         if link.width < link.most_width and not _is_fast_enough(link, needed_Gbps):
-            warnings.append(_narrow_link(link, needed_Gbps))
+            warnings.append(_describe_narrow_link(link, needed_Gbps))
     yield from warnings
     # One result for all good links is enough.
     if len(links) == 1 and not warnings:
@@ -76,7 +76,7 @@ def _is_fast_enough(link: PcieLink, needed_Gbps: float | None) -> bool:
     return link.rate_Gbps >= needed_Gbps
 
 
-def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
+def _describe_narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
     """Return the warning about a PCIe link that uses too few lanes.
 
     Parameters
@@ -129,13 +129,13 @@ def check_gpu_health(node: CheckedNode) -> Iterator[Check]:
         return
     problems: list[Check] = []
     for gpu in gpus.iter("gpu"):
-        problems += _gpu_problems(gpu)
+        problems += _find_gpu_problems(gpu)
     yield from problems
     if not problems:
         yield Check("gpu health", "ok", "nvidia-smi -q: no memory errors, full clocks")
 
 
-def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
+def _find_gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     """Yield the problems of one GPU: memory errors, failed repairs of its memory, and reduced clocks.
 
     `gpu` is the element of this GPU in the XML report of ``nvidia-smi -q -x``.
@@ -156,7 +156,7 @@ def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     elif gpu.findtext("remapped_rows/remapped_row_pending") == "Yes":
         evidence = f"{source} Remapped Rows Pending: Yes, which requires a reset"
         yield Check("gpu health", "warn", evidence, reset)
-    reasons = _active_clock_reasons(gpu)
+    reasons = _find_clock_reasons(gpu)
     causes = [cause for reason, cause in SLOWDOWNS.items() if reason in reasons]
     if causes:
         fix = f"check its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {address}"
@@ -175,7 +175,7 @@ def _count_uncorrectable_errors(gpu: ElementTree.Element) -> int:
     return errors
 
 
-def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
+def _find_clock_reasons(gpu: ElementTree.Element) -> set[str]:
     """Return the reasons why the clocks of a GPU are low now, such as ``hw_thermal_slowdown``."""
     reasons = set()
     # Newer drivers use the name "clocks_event_reasons", and older drivers "clocks_throttle_reasons".

@@ -71,7 +71,7 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
     """Report the RDMA ports that NCCL uses, and check the other ports for faults.
 
     A port without a link often has no cable on purpose. It counts as a fault only if no port can be used, or
-    if its whole card has failed (see `_ports_of_failed_cards`).
+    if its whole card has failed (see `_find_ports_of_failed_cards`).
     """
     all_ports: dict[str, Port] = {}
     for device in node.facts.rdma:
@@ -80,7 +80,7 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
     if used:
         links = ", ".join(f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check("rdma ports", "ok", links)
-    failed = _ports_of_failed_cards(node, used)
+    failed = _find_ports_of_failed_cards(node, used)
     # Without any usable port, a node of an RDMA cluster is broken. On other nodes, RDMA is optional.
     is_expected = node.system.fabric.kind in ("infiniband", "roce")
     verdict: Verdict = "fail" if is_expected and not used else "warn"
@@ -95,7 +95,7 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
             yield Check("rdma ports", verdict, f"{port.name}: {decision.reason}", fix)
 
 
-def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
+def _find_ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
     """Return the names of ports, such as ``mlx5_3:1``, that have no link because their card has failed.
 
     A card has failed if none of its ports has a link while most cards of the same kind work. A working card
@@ -133,7 +133,7 @@ def check_verbs(node: CheckedNode) -> Iterator[Check]:
 
     If one of them is missing, the network plan contains a warning, which `report_network` reports instead.
     """
-    facts, devices = node.facts, _used_devices(node)
+    facts, devices = node.facts, _find_used_devices(node)
     if node.plan.kind not in ("infiniband", "roce") or not devices:
         return
     failed_checks = {finding.check for finding in node.plan.warnings if finding.is_failure}
@@ -188,10 +188,10 @@ def check_slingshot(node: CheckedNode) -> Iterator[Check]:
         yield Check("libfabric", node.network_verdict, evidence, fix)
     else:
         yield Check("libfabric", "ok", plugin_path)
-    yield from _host_libraries(node)
+    yield from _check_host_libraries(node)
 
 
-def _host_libraries(node: CheckedNode) -> Iterator[Check]:
+def _check_host_libraries(node: CheckedNode) -> Iterator[Check]:
     """Check that the dynamic linker can load the host's libraries that workers would use.
 
     A launch creates a folder with links to these libraries and adds it to the library path. This check does
@@ -233,11 +233,11 @@ def check_gpudirect(node: CheckedNode) -> Iterator[Check]:
         evidence = "/sys/module/nvidia_peermem does not exist, and there is no open kernel module for DMA-BUF"
         fix = "on the node: modprobe nvidia_peermem. Until then data is copied through host memory"
         yield Check("gpudirect", "warn", evidence, fix)
-    for device in _used_devices(node):
+    for device in _find_used_devices(node):
         yield _check_affinity(node, device)
 
 
-def _used_devices(node: CheckedNode) -> list[RdmaDevice]:
+def _find_used_devices(node: CheckedNode) -> list[RdmaDevice]:
     """Return the RDMA devices whose ports NCCL uses. The port ``mlx5_0:1`` belongs to the device mlx5_0."""
     names = {name.partition(":")[0] for name in node.plan.devices}
     return [device for device in node.facts.rdma if device.name in names]
