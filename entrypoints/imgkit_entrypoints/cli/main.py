@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     If standard output cannot be flushed, report that, and do not exit with 0.
     """
     argv = tuple(sys.argv[1:] if argv is None else argv)
+    # This comes first. If a stream is closed, the next file that is opened would get its number, and messages
+    # would be written to that file.
     terminal.open_closed_streams()
     code = _run_and_report(argv)
     for stream in (sys.stdout, sys.stderr):
@@ -100,16 +102,19 @@ def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     """
     name, *arguments = argv or ("",)
     command = _find_command(name)
+    # If the run's copy of the user's code is not mounted here, an older copy in the image would run instead.
     run_code.refuse_missing_code(env)
     if command.name == "dist-env":
         return _run_dist_env(command, argv, env)
     if arguments and arguments[0] in command.verbs:  # "dist-train export ...": a subcommand without a launch
         module = importlib.import_module(command.verbs[arguments[0]])
         return int(module.main(arguments[1:]))
-    if command.app is None:
+    if command.app is None:  # dist-run, whose program comes from the user
         options, worker = start.parse_user_program(command, argv, env)
     else:
         options, worker = start.parse_app(command, argv, env)
+    # dist-doctor checks a single node in this process. It launches workers only to check the nodes of a job
+    # together.
     if command.name == "dist-doctor" and not options.dry_run:
         return _run_dist_doctor(options, worker, env)
     return start.launch_worker(options, worker, env)
@@ -210,7 +215,16 @@ def _describe_node(
     network: fabric.FabricPlan,
     warnings: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the lines of text that ``dist-env`` prints. `warnings` contains warnings about the placement."""
+    """Yield the lines of text that ``dist-env`` prints about this node.
+
+    Parameters
+    ----------
+    system : what the image's recipe says about the cluster, or None outside of an image.
+    placement : which node of which run this is: the fields of a `Placement`, or only ``error`` if there is
+        none.
+    network : the fabric (the kind of network) of this node, and the variables for it.
+    warnings : warnings about the placement.
+    """
     yield f"host       {host.hostname}, {host.arch}, Python {host.python}"
     yield f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})"
     if system is None:
@@ -225,6 +239,7 @@ def _describe_node(
         yield f"image      unknown: {network.image}"
     yield f"fabric     {network.kind}: {network.reason}"
     for decision in network.decisions:
+        # A decision that is not used is only information: the workers do not get this value.
         yield f"  {'set ' if decision.used else 'note'} {decision}"
     for text in (*warnings, *network.warnings, *network.blockers):
         yield f"  warn {text}"

@@ -290,8 +290,15 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
 def _read_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the ``IMGKIT_*`` variables for `options`, as new defaults of the parser.
 
-    The values are not parsed yet. If an option is on the command line, the text of its variable may even be
-    wrong. `read_options` parses the values that remain.
+    The keys are the names of the parser's attributes. Options whose variable is not set are left out, so that
+    they keep their defaults.
+
+    Single values are not parsed yet, because an option on the command line replaces its variable, whose text
+    may then even be wrong. `read_options` parses the values that remain.
+
+    Raises
+    ------
+    UsageError : the variable of a switch is neither 0 nor 1.
     """
     values: dict[str, object] = {}
     for option in options:
@@ -299,7 +306,7 @@ def _read_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[s
         flag = option.names.split()[0]
         name = flag.strip("-").replace("-", "_")
         text = env.get(flag_variable(flag), "")
-        if option.action == "store_true":
+        if option.action == "store_true":  # a switch, such as --verbose
             values[name] = _is_on(flag, env)
         elif option.action == "append":
             # If an option can be repeated, its variable contains the values separated by commas.
