@@ -29,6 +29,7 @@ def apply_known_issues(plan: FabricPlanBuilder) -> tuple[IssueResult, ...]:
     ------
     UsageError : a file with known issues is not valid.
     """
+    # The facts are collected once. Variables may change with each row, so `lookup` asks the plan each time.
     node_facts = _collect_node_facts(plan)
 
     def lookup(name: str) -> Value:
@@ -41,6 +42,7 @@ def apply_known_issues(plan: FabricPlanBuilder) -> tuple[IssueResult, ...]:
     for issue in known_issues.load_issues(plan.system.known_issues, plan.env):
         result = known_issues.evaluate_issue(issue, lookup)
         results.append(result)
+        # Issues with the effects "warn" and "refuse" are only in the result. Callers report them.
         if result.state == "match" and issue.effect == "set":
             for variable, value in issue.env.items():
                 plan.set_variable(variable, value, result.message)

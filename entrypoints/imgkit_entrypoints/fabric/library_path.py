@@ -94,6 +94,7 @@ def _split_library_path(plan: FabricPlanBuilder) -> _Folders:
     # Without a manifest, the image's own path is unknown. All folders then count as the user's.
     image_path = plan.facts.image_env.get(VARIABLE, "") if plan.facts.image_env else ""
     known_image_folders = {_RUNTIME_FOLDER, *image_path.split(":")}
+    # An outer launch may have added this folder, and folders that begin with `LINKS`.
     compat_folder = plan.facts.cuda_compat.folder if plan.facts.cuda_compat else ""
     path = plan.worker_value(VARIABLE) or ""
     user_folders, image_folders = [], []
@@ -203,7 +204,7 @@ class _LoadCheck:
         These are the fabric's libraries that can be loaded, and all other libraries of the host that they
         need. A library of which the user has provided another file is left out.
         """
-        pending = []
+        pending = []  # names of libraries to select, together with what they need
         for name in FABRIC_LIBRARIES:
             if name in self.host and not self.user_path(name) and not self.problem(name):
                 pending.append(name)
@@ -211,6 +212,7 @@ class _LoadCheck:
         while pending:
             name = pending.pop(0)
             library = self.host[name]
+            # Several libraries may need the same one, and two may need each other.
             if name in selected or library.object is None:
                 continue
             selected[name] = library
@@ -231,7 +233,8 @@ class _LoadCheck:
     def problem(self, name: str) -> LoadProblem | None:
         """Return why the image cannot load the host's library `name`, or None if it can."""
         if name not in self._problems:
-            # Libraries can need each other in a circle. The preliminary entry ends the recursion.
+            # Libraries can need each other in a circle: `_find_problem` calls this method for the libraries
+            # that `name` needs. The preliminary entry, which means "no problem", ends the recursion.
             self._problems[name] = None
             self._problems[name] = self._find_problem(self.host[name])
         return self._problems[name]
@@ -242,6 +245,7 @@ class _LoadCheck:
         The library must be for the image's architecture, have the expected name, and offer at least what the
         image's file of the same name offers. All libraries that it needs must be available, too.
         """
+        # `object` has the names and versions that were read from a file, or is None if that failed.
         shared, libc = library.object, self.image.get("libc.so.6")
         if shared is None:
             return LoadProblem(f"of the host {library.fault} ({library.path})")
@@ -250,7 +254,8 @@ class _LoadCheck:
         if shared.machine != libc.object.machine:
             machines = f"is for {shared.machine}, the image is for {libc.object.machine}"
             return LoadProblem(f"{machines} ({library.path})")
-        # The SONAME is the name inside the file. NCCL opens its plug-ins by their file name.
+        # The SONAME is the name inside the file. Programs that need a library look for this name. NCCL opens
+        # its plug-ins by their file name, so their SONAME does not matter.
         if library.name not in PLUGINS and shared.soname != library.name:
             return LoadProblem(f"has the SONAME {shared.soname or '(none)'} ({library.path})")
         # Workers will load the host's file instead of the image's. Other libraries of the image may need any
@@ -289,6 +294,7 @@ class _LoadCheck:
             return self._find_rpath_problem(library, needed)
         if needed in self.image:
             return self._find_image_problem(library, needed)
+        # The image does not have the library, and the host's file does not exist or cannot be used. Say why.
         if needed not in self.host:
             if needed in IMAGE_LIBRARIES:
                 return LoadProblem(f"needs {needed}, which the image does not have")
@@ -381,7 +387,8 @@ def _choose_compat_folder(plan: FabricPlanBuilder) -> str:
     """Decide about CUDA's forward compatibility, and return its folder, or "" if it is not used.
 
     Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver. The decision
-    is reported with its reason, except when there is nothing to decide.
+    is added to the plan's report with its reason. There is no decision if forward compatibility is turned
+    off, or if by default it is not considered.
     """
     compat = plan.facts.cuda_compat
     if compat is None:
@@ -391,7 +398,8 @@ def _choose_compat_folder(plan: FabricPlanBuilder) -> str:
     if compat.is_for_major and (versions is None or not versions.has_newer_major):
         return ""
     is_used, reason = _judge_compat(plan, compat, versions)
-    # If the user has added a folder with a libcuda.so.1, the user's library is kept.
+    # If the user has added a folder with a libcuda.so.1, the user's library is kept. Otherwise the folder of
+    # this function, which comes first on the library path, would hide it.
     user_folders = _split_library_path(plan).user
     user_cuda = [folder for folder in compat.cuda_folders if folder in user_folders]
     if is_used and user_cuda:
@@ -435,8 +443,13 @@ def _judge_compat(
 ) -> tuple[bool, str]:
     """Return whether the image's CUDA needs forward compatibility and can use it, and the reason.
 
-    It can only be used with a data-center GPU, and if the image's libcuda.so is newer than the driver.
-    `versions` are the CUDA versions of the image and the driver, or None if they are unknown.
+    Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver. It can only
+    be used with a data-center GPU, and if this libcuda.so is newer than the driver.
+
+    Parameters
+    ----------
+    compat : the folder of this libcuda.so, and the file to which its link leads.
+    versions : the CUDA versions of the image and the driver, or None if they are unknown.
     """
     facts = plan.facts
     if not compat.folder:
@@ -451,6 +464,7 @@ def _judge_compat(
     )
     if versions.needed <= versions.supported:
         return False, comparison
+    # A driver that is newer than the table may support the image's CUDA, so nothing must be replaced.
     if not versions.is_driver_listed:
         reason = "is newer than imgkit's table, so the CUDA that it supports is unknown"
         return False, f"driver {facts.driver_version} {reason}"

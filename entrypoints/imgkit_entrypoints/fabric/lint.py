@@ -55,6 +55,7 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
     The warning compares the rate of RDMA with the rate of TCP.
     """
     variable = _find_rdma_off_variable(plan)
+    # With another kind, the variable has no effect: NCCL_IB_DISABLE does not turn Slingshot off.
     if plan.kind != "tcp" or not variable:
         return
     facts = plan.facts
@@ -65,7 +66,7 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
         usable = ports.choose_ports(plan).selected
         rate_Gbps = ports.line_rate_Gbps(facts, usable)
         nics = ", ".join(port.name for port in usable)
-    if not nics:
+    if not nics:  # RDMA does not work here anyway
         return
     rdma_rate = f"{rate_Gbps:g} Gbit/s" if rate_Gbps else "more"
     problem = f"{plan.describe(variable)} turns RDMA off: {nics} would carry {rdma_rate}, "
@@ -75,8 +76,9 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
 
 def _find_rdma_off_variable(plan: FabricPlanBuilder) -> str:
     """Return the name of the variable with which the user has turned RDMA off, or "" if RDMA is on."""
-    net = plan.preset("NCCL_NET")
-    if net is not None and net.is_users and net.value.lower() == "socket":
+    # The recipe may turn RDMA off on purpose for the whole cluster, so only the user's values count.
+    network = plan.preset("NCCL_NET")
+    if network is not None and network.is_users and network.value.lower() == "socket":
         return "NCCL_NET"
     disable = plan.preset("NCCL_IB_DISABLE")
     if disable is not None and disable.is_users and disable.value.strip() not in ("", "0"):
@@ -141,6 +143,7 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
     InfiniBand, NCCL does not use the variable, so any number is accepted.
     """
     preset = plan.preset(ports.GID_INDEX)
+    # A preset is a value that the user, the recipe or the image has set. imgkit's own values are right.
     if preset is None or preset.value == "" or plan.kind not in ("infiniband", "roce"):
         return
     description, unset = plan.describe(ports.GID_INDEX), plan.unset_hint(ports.GID_INDEX)
@@ -163,7 +166,7 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
     for port in used:
         problem = _find_gid_problem(index, port)
         if problem:
-            right_gid = ports.pick_gid(port.gids)
+            right_gid = ports.pick_gid(port.gids)  # the GID that NCCL's own search would find
             fix = f"set {ports.GID_INDEX}={right_gid.index}, or {unset}" if right_gid else unset
             yield Finding(f"{description}: {problem}", fix)
 
@@ -180,7 +183,7 @@ def _find_gid_problem(index: int, port: Port) -> str:
     if gid is None:
         return f"slot {port.path}/gids/{index} is empty; {advice}"
     evidence = ports.gid_evidence(port, gid)
-    if gid.link_local:
+    if gid.link_local:  # such an address is only valid on one link, so routers do not forward it either
         return f"{evidence} is link-local; {advice}"
     if gid.kind == "IB/RoCE v1":
         return f"{evidence} is RoCE v1, which routers do not forward; {advice}"
@@ -202,6 +205,7 @@ def _check_hcas(plan: FabricPlanBuilder) -> Findings:
     for prefix, devices in _ambiguous_prefixes(preset.value, used):
         problem = f"{description}: {prefix} is a prefix and selects {', '.join(devices)}"
         yield Finding(problem, f"begin the value with = to make it exact: {ports.HCA}=={preset.value}")
+    # Compare the value with imgkit's own choice, which has a reason against each port that it leaves out.
     choice = ports.choose_ports(plan)
     fix = f"set {ports.HCA}={ports.format_hcas(choice.selected)}, or {plan.unset_hint(ports.HCA)}"
     reasons = {item.port.name: item.reason for item in choice.unused}
@@ -244,8 +248,10 @@ def _check_interfaces(plan: FabricPlanBuilder) -> Findings:
     interfaces = plan.facts.interfaces
     for variable in INTERFACES:
         preset = plan.preset(variable)
+        # Without interfaces, /sys is not visible, so nothing is known about the value.
         if preset is None or not preset.value or not interfaces:
             continue
+        # NCCL and Gloo read the value in different ways: NCCL accepts prefixes, and Gloo only an exact name.
         selected = sockets.MATCHING[variable](preset.value, interfaces)
         names = [interface.name for interface in selected if interface.running and interface.addresses]
         local_names = [name for name in names if name == "lo" or name.startswith("docker")]
@@ -254,7 +260,7 @@ def _check_interfaces(plan: FabricPlanBuilder) -> Findings:
             usable = ", ".join(sockets.usable_names(plan.facts, "")) or "none but lo"
             problem = f"{description} selects no interface that is up with an address"
             yield Finding(problem, f"{unset}, or name one of: {usable}")
-        elif plan.has_several_nodes and local_names == names:
+        elif plan.has_several_nodes and local_names == names:  # all selected interfaces are local
             yield Finding(f"{description}: other nodes cannot reach {', '.join(names)}", unset)
 
 

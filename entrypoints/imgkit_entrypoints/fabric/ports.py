@@ -55,6 +55,7 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     * Of these ports, the ones that are nearest to a GPU are selected. This step is skipped if fewer ports
       would remain than the node has NICs according to the recipe.
     """
+    # The function only reads `plan`, so several callers ask for the same choice.
     unused: list[UnusedPort] = []
     active: list[Port] = []
     for port in _list_ports(plan.facts):
@@ -70,6 +71,7 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
         reason = f"an Ethernet port, but {evidence}: NCCL cannot mix InfiniBand and Ethernet"
         unused += [UnusedPort(port, reason) for port in active if port not in infiniband]
         return PortChoice(tuple(infiniband), tuple(unused))
+    # Each of the two functions returns the ports to keep, and the others with the reason against them.
     addressed, without_gid = _split_by_address(active)
     near, far = _split_by_distance(plan.facts, addressed)
     # If too few ports remain, the distance was misleading, so keep all ports with an address.
@@ -134,7 +136,7 @@ def _split_by_distance(facts: HostFacts, ports: list[Port]) -> tuple[list[Port],
         if distance is None:
             return ports, []
         distances.append(distance)
-    best = min(distances, default=0)
+    best = min(distances, default=0)  # 0 is nearest, 2 is farthest (see `gpu_distance`)
     near, far = [], []
     for port, distance in zip(ports, distances, strict=True):
         if distance == best:
@@ -258,6 +260,7 @@ def set_hcas(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     value = format_hcas(choice.selected)
     plan.set_variable(HCA, value, f"the ACTIVE ports of the fabric: {'; '.join(states)}")
     report_unused(plan, choice.unused)
+    # `set_variable` keeps a value of the user or the recipe, which may select other ports than the choice.
     used = ports_in_use(plan)
     if not used:
         names = ", ".join(port.name for port in choice.selected)
@@ -290,7 +293,9 @@ def _report_cards(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     A virtual function is a share of a physical card, for example for a virtual machine. NCCL merges all ports
     that belong to the same card.
     """
-    ports_by_card: dict[str, list[Port]] = {}
+    ports_by_card: dict[
+        str, list[Port]
+    ] = {}  # a card may appear as several devices, such as mlx5_0 and mlx5_1
     for port in used:
         device = _find_device(plan.facts, port)
         ports_by_card.setdefault(device.card, []).append(port)
@@ -347,7 +352,8 @@ def _warn_missing_libibverbs(plan: FabricPlanBuilder, used: Sequence[Port]) -> N
         plan.add_warning(problem, fix, failed_check="libibverbs")
         return
     providers = plan.facts.verbs_providers
-    # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5.
+    # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5. For other vendors, any
+    # provider is accepted, because imgkit does not know which one they need.
     needs_mlx5 = "0x15b3" in [device.vendor for device in devices]
     if not providers or (needs_mlx5 and "mlx5" not in providers):
         names = ", ".join(providers) or "none"
@@ -412,9 +418,10 @@ def set_gid_index(plan: FabricPlanBuilder, ports: Sequence[Port]) -> None:
     blocked if a port has no IPv4 address. It is also blocked if NCCL is older than 2.21 and the ports need
     different indices, because NCCL has only one index for all ports.
     """
-    for name in GID_SEARCH:
+    for name in GID_SEARCH:  # NCCL's variables for its own search, such as NCCL_IB_ADDR_FAMILY
         if plan.preset(name):
             evidence = f"{name}={plan.worker_value(name)}"
+            # `pick_gid` below predicts NCCL's search with its default settings.
             reason = f"{evidence} changes NCCL's search, so its result is not predicted"
             plan.report_unset(GID_INDEX, "", reason)
             return
@@ -484,6 +491,7 @@ def _block_port_without_gid(plan: FabricPlanBuilder, port: Port) -> None:
     If NCCL_IB_GID_INDEX is already set, the user or the recipe has chosen an address deliberately, so the run
     is not blocked.
     """
+    # Drop the image's index first, so that only a deliberate choice counts as a preset below.
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"

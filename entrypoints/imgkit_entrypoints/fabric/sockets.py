@@ -65,7 +65,7 @@ def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> In
 
     If the head has a loopback address, all nodes are on this machine, and the result is ``lo``.
     """
-    facts, head = plan.facts, plan.head
+    facts, head = plan.facts, plan.head  # the head's address, or "" if it is unknown
     # A loopback address is only reachable from this machine.
     if _is_inside(head, "127.0.0.0/8"):
         for interface in facts.interfaces:
