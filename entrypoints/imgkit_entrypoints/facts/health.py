@@ -83,6 +83,7 @@ def read_links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
         width = reader.number(f"{path}/current_link_width")
         most_width = reader.number(f"{path}/max_link_width")
         speed = reader.text(f"{path}/current_link_speed") or ""
+        # A virtual function shows no width, or 0.
         if width and most_width:
             links.append(PcieLink(device=name, path=path, width=width, most_width=most_width, speed=speed))
     return tuple(links)

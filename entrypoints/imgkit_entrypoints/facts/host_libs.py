@@ -94,21 +94,22 @@ def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, s
     ------
     UsageError : `HOST_LIBS` is neither ``none`` nor ``auto[:/FOLDER]...``.
     """
-    source, first = requested_by(recipe, env)
+    source, first_folders = requested_by(recipe, env)
     if not source:
         return None
+    # `HOST` is the mount of the host's folders. Only a launch by `imgkit run`, or a bind option, creates it.
     if not reader.exists(HOST):
         return HostLibraries(source=source, bound=False)
     folders = software.library_folders(reader, env)
     search = _Search(
         reader=reader,
-        host_folders=_list_host_folders(reader, first),
+        host_folders=_list_host_folders(reader, first_folders),
         # A folder with links of an earlier launch leads to the host's files, so it is not the image's.
         image_folders=tuple(folder for folder in folders if not folder.startswith(LINKS)),
     )
     # The image's C library is always needed: its version decides whether a library of the host can be loaded.
     for name in (*FABRIC_LIBRARIES, "libc.so.6"):
-        search.add(name)
+        search.add(name)  # this also adds all libraries that the host's file needs
     return HostLibraries(source=source, bound=True, host=tuple(search.host), image=tuple(search.image))
 
 
@@ -149,12 +150,13 @@ class _Search:
         if name in self.seen or len(self.seen) >= _MAX_LIBRARIES or "/" in name:
             return
         self.seen.add(name)
+        # In each list of folders, only the first file counts, as for the dynamic linker.
         for folder in self.image_folders:
             path = f"{folder}/{name}"
             if self.reader.exists(path):
                 self.image.append(self._read(name, path, self.reader.target(path)))
                 break
-        if name in IMAGE_LIBRARIES:
+        if name in IMAGE_LIBRARIES:  # such as the C library, which must never come from the host
             return
         for folder in (*requester_folders, *self.host_folders):
             path = f"{folder}/{name}"
@@ -208,7 +210,7 @@ def _follow_on_host(reader: Reader, path: str) -> str:
     """
     resolved = PurePosixPath("/")
     remaining = list(PurePosixPath(path).parts)
-    for _ in range(_MAX_PARTS):
+    for _ in range(_MAX_PARTS):  # links may form a circle, which would never end
         if not remaining:
             return str(resolved)
         part = remaining.pop(0)
@@ -237,18 +239,19 @@ def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]
     UsageError : `CUDA_COMPAT` is none of ``none``, ``major`` and ``auto``.
     """
     rules = get_args(CompatRule)
-    value = env.get(CUDA_COMPAT, "")
-    if value and value not in rules:
-        raise UsageError(f"{value!r} is none of {', '.join(rules)}", where=CUDA_COMPAT)
-    rule = value or recipe.runtime.cuda_compat
+    user_rule = env.get(CUDA_COMPAT, "")
+    if user_rule and user_rule not in rules:
+        raise UsageError(f"{user_rule!r} is none of {', '.join(rules)}", where=CUDA_COMPAT)
+    rule = user_rule or recipe.runtime.cuda_compat
     if rule == "none":
         return None
-    if value:
-        source = f"{CUDA_COMPAT}={value}"
+    if user_rule:
+        source = f"{CUDA_COMPAT}={user_rule}"
     elif rule == "auto":
         source = f"{SYSTEM_JSON}: runtime.cuda_compat auto"
     else:
         source = "the default"
+    # Whether the libraries are used is decided later, when the versions of CUDA and the driver are compared.
     compat_folders = _find_cuda_folders(reader, _COMPAT_FOLDERS)
     folder = compat_folders[0] if compat_folders else ""
     return CudaCompat(

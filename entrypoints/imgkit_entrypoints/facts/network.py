@@ -34,7 +34,7 @@ def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
             # The kernel reports -1 for an unknown speed.
             speed_Mbps=speed if speed and speed > 0 else None,
             addresses=(*v4.get(name, ()), *v6.get(name, ())),
-            physical=reader.exists(f"{path}/device"),
+            physical=reader.exists(f"{path}/device"),  # a bridge or a tunnel has no device
             pci=pci_path(reader, f"{path}/device"),
             vendor=reader.text(f"{path}/device/vendor") or "",
         )
@@ -82,6 +82,7 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
     order. An interface may then get the address of another one, but callers mostly need to know that each has
     an address.
     """
+    # Each address is removed from this list when it is assigned, so that it is assigned only once.
     unassigned = list(_find_local_addresses(reader.text("/proc/net/fib_trie") or ""))
     addresses = {"lo": tuple(text for text in unassigned if text.startswith("127."))}
     interfaces = _group_interfaces_by_network(reader, names)
@@ -89,6 +90,7 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
     for network in sorted(interfaces, key=lambda network: -network.prefixlen):
         inside = [text for text in unassigned if ipaddress.IPv4Address(text) in network]
         unassigned = [text for text in unassigned if text not in inside]
+        # If there are more addresses than interfaces, begin again with the first interface.
         for address, interface in zip(inside, itertools.cycle(interfaces[network])):
             addresses[interface] = (*addresses.get(interface, ()), address)
     return addresses
@@ -106,6 +108,8 @@ def _group_interfaces_by_network(
         is_direct = route.gateway == "0.0.0.0" and route.network != "0.0.0.0/0"  # noqa: S104
         if is_direct and route.interface in names:
             network = ipaddress.IPv4Network(route.network)
+            # An interface may have several routes to a network, but must be in the list only once: addresses
+            # are assigned to the interfaces of a list in turn.
             if route.interface not in interfaces.setdefault(network, []):
                 interfaces[network].append(route.interface)
     return interfaces
@@ -149,7 +153,7 @@ def _read_ipv6_addresses(reader: Reader) -> Mapping[str, tuple[str, ...]]:
         try:
             digits, _, _, _, _, interface = line.split()
             address = ipaddress.IPv6Address(bytes.fromhex(digits))
-        except ValueError:
+        except ValueError:  # the line has another format, so skip it
             continue
         if not address.is_link_local:
             addresses[interface] = (*addresses.get(interface, ()), str(address))

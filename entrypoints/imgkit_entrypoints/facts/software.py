@@ -86,7 +86,8 @@ def find_libraries(
             libraries.append(Library(name=name, path=path, target=target, version=version, opens=opens))
         elif name in plugin_files and reader.live and _is_in_linker_cache(name):
             # /etc/ld.so.conf may list folders that `library_folders` does not read. The dynamic linker's
-            # cache has the names of all libraries in these folders.
+            # cache has the names of all libraries in these folders. It is the cache of this machine, so it
+            # counts only if `reader` reads this machine's files and not a saved copy of another's (`live`).
             libraries.append(Library(name=name, path=name, target=name))
     return tuple(libraries)
 
@@ -347,6 +348,7 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], on_library_path: Nccl) -
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
             _, _, text = name.partition("-")
             version = _version(text)
+            # Another package may have installed the wheel, although torch does not use it.
             if version and _is_linked_to_wheel(reader):
                 return Nccl(version, f"{folder}/{name}", "torch")
     return on_library_path
@@ -405,6 +407,7 @@ def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]
     settings: dict[str, Setting] = {}
     # The user's file comes first, and `setdefault` keeps its values.
     for path in reversed(paths):
+        # Each line is NAME=VALUE. A line that begins with # is a comment.
         for line in (reader.text(path) or "").splitlines():
             name, equals, value = line.partition("=")
             if equals and not name.startswith("#"):
