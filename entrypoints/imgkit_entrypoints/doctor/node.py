@@ -64,6 +64,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     if options.known_issues:
         _print_issues(host.hostname, _choose_plan(host, system, env, nnodes).issues, as_json=options.json)
         return 0
+    # The root is not "/" if the facts come from a saved tree of files (IMGKIT_ROOT).
     checks = examine(host, system, env, reader=Reader(root=facts.root_of(env)), nnodes=nnodes)
     has_passed = passed(checks, strict=options.strict)
     if options.json:
@@ -71,6 +72,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
         print_json({"host": host.hostname, "passed": has_passed, "checks": rows})
     else:
         terminal.print_results(*table(checks), summary(checks))
+        # Without --strict, the node would have passed. So the report shows no failure, and needs a reason.
         if not has_passed and passed(checks):
             terminal.print_results("FAILED: --strict counts warnings as failures")
     return 0 if has_passed else EXIT_NO

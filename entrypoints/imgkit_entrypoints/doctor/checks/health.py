@@ -48,14 +48,14 @@ def check_pcie(node: CheckedNode) -> Iterator[Check]:
     If a card is badly seated, its link uses fewer lanes and is slower. A NIC with fewer lanes passes the
     check if the link is still as fast as the ports of the NIC.
     """
-    port_rates_Gbps = {}
+    port_rates_Gbps = {}  # the total rate of each NIC's ports, which the NIC's link must reach
     for device in node.facts.rdma:
         rates = [port.rate_Gbps or 0 for port in device.ports if port.active]
         port_rates_Gbps[device.name] = sum(rates)
     links = health.read_links(node.reader, node.facts)
     warnings = []
     for link in links:
-        needed_Gbps = port_rates_Gbps.get(link.device)
+        needed_Gbps = port_rates_Gbps.get(link.device)  # None for a GPU, which needs all lanes
         if link.width < link.most_width and not _is_fast_enough(link, needed_Gbps):
             warnings.append(_describe_narrow_link(link, needed_Gbps))
     yield from warnings
@@ -202,7 +202,7 @@ def check_xids(node: CheckedNode) -> Iterator[Check]:
             address, xid_text = match.groups()
             last_lines[address, int(xid_text)] = line.strip()[:_MAX_LINE_CHARACTERS]
     for (address, xid), line in last_lines.items():
-        if xid in PROGRAM_XIDS:
+        if xid in PROGRAM_XIDS:  # a program with a bug caused the error, so the GPU is not at fault
             continue
         name = f"Xid {xid}"
         if xid in XIDS:

@@ -82,7 +82,7 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
         yield Check("rdma ports", "ok", links)
     failed = _find_ports_of_failed_cards(node, used)
     # Without any usable port, a node of an RDMA cluster is broken. On other nodes, RDMA is optional.
-    is_expected = node.system.fabric.kind in ("infiniband", "roce")
+    is_expected = node.system.fabric.kind in ("infiniband", "roce")  # according to the image's recipe
     verdict: Verdict = "fail" if is_expected and not used else "warn"
     fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
     for decision in node.plan.decisions:
@@ -90,6 +90,7 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
         if decision.variable != ports.HCA or decision.used or decision.value not in all_ports:
             continue
         port = all_ports[decision.value]
+        # While other ports work, a port without a link is probably not connected on purpose.
         has_other_purpose = bool(used) and not port.has_link and port.name not in failed
         if not port.active and not has_other_purpose:
             yield Check("rdma ports", verdict, f"{port.name}: {decision.reason}", fix)
@@ -113,6 +114,7 @@ def _find_ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[
     # The ports of a card may be separate devices, so compare cards instead of devices.
     used_devices = {port.device for port in used}
     working_cards = {device.card for device in node.facts.rdma if device.name in used_devices}
+    # An unused Ethernet port says nothing about a node whose fabric is InfiniBand.
     link_layers = {port.link_layer for port in used}
     failed_cards, failed_ports = set(), set()
     for device in node.facts.rdma:
@@ -122,7 +124,8 @@ def _find_ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[
             if not port.has_link and port.link_layer in link_layers:
                 failed_cards.add(device.card)
                 failed_ports.add(port.name)
-    # If at least half of the cards have no link, they were probably not meant to be connected.
+    # If at least half of the cards have no link, they were probably not meant to be connected. On a node
+    # without any working card, this also returns no port, but then `check_rdma_ports` reports all of them.
     if len(failed_cards) >= len(working_cards):
         return set()
     return failed_ports
@@ -136,6 +139,7 @@ def check_verbs(node: CheckedNode) -> Iterator[Check]:
     facts, devices = node.facts, _find_used_devices(node)
     if node.plan.kind not in ("infiniband", "roce") or not devices:
         return
+    # These are the checks that `report_network` reports as failed. They must not be reported as "ok" here.
     failed_checks = {finding.check for finding in node.plan.warnings if finding.is_failure}
     if "rdma devices" not in failed_checks:
         device_files = ", ".join(device.verbs for device in devices)
@@ -198,6 +202,7 @@ def _check_host_libraries(node: CheckedNode) -> Iterator[Check]:
     the same, so that the dynamic linker finds the libraries in the same way as in a run.
     """
     links = node.plan.links
+    # The libraries of another machine, whose files were only copied here, cannot be loaded.
     if not links or not node.reader.live:
         return
     folder = library_path.links_folder(links)
@@ -207,6 +212,7 @@ def _check_host_libraries(node: CheckedNode) -> Iterator[Check]:
         problems = [health.load_problem(f"{folder}/{name}", search_path) for name in links]
     except OSError as error:
         problems = [str(error)]
+    # One problem is enough: the fix is the same for all, and a missing library often breaks several.
     for problem in problems:
         if problem:
             fix = f"to run without them: {HOST_LIBS}=none"
