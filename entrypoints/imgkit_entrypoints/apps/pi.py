@@ -164,9 +164,11 @@ def main() -> None:
     intervals: int = parser.parse_args().intervals
     with workers.join_group() as ranks:
         first, end = share(intervals + 1, ranks.rank, ranks.world_size)
-        partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)  # the first call sets things up
+        # The first call is slower, because torch sets itself up. It must not count below.
+        partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)
         dist.barrier()
-        alone_end = first  # all others wait
+        # Between the two barriers, only rank 0 computes. All others have no points, and wait.
+        alone_end = first
         if ranks.rank == 0:
             alone_end = min(end, first + ALONE)
         _, alone = timed_sum(first, alone_end, intervals, ranks)
@@ -176,6 +178,7 @@ def main() -> None:
         total = torch.tensor(value, dtype=torch.float64).to(ranks.device)
         dist.all_reduce(total)
         value = total.item() / intervals
+        # `gather` is a collective, so all ranks must call it, although only rank 0 prints the result.
         seconds = max(ranks.gather(time.perf_counter() - start_s))
         results = ranks.gather(work)
         if ranks.rank == 0:

@@ -144,6 +144,7 @@ def read_machine(
         system = facts.system_facts(env=env)
         network = fabric.choose_fabric(host, system, env, nnodes=nodes, head=env.get("MASTER_ADDR", ""))
     except ImgkitError:
+        # A measurement does not need these facts, so a wrong variable or file must not end it.
         return Machine(fingerprint=versions)
     models = {gpu.model for gpu in host.gpu_devices}
     image = ""

@@ -176,6 +176,7 @@ class Measurer:
         # Number of launches that fit into the time budget. A coarse clock may measure 0 s, hence the minimum.
         fitting = self.options.seconds / max(launch_s, 1e-7)
         own_values = (fitting, launch_s > _SLOW_S, is_stop_requested())
+        # Each rank has measured another time, so all ranks use the values of rank 0.
         fitting, is_slow, must_stop = broadcast_numbers(own_values, self.ranks)
         if must_stop:
             raise Stopped
@@ -191,11 +192,12 @@ class Measurer:
         """
         # If sums are written to the input buffer, the values grow with each launch and would become infinite.
         # So these buffers are filled again before each batch.
+        # With separate input and output, the input never changes.
         sums_in_place = collective.sums and not collective.separate
         launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
         seconds = []
         for batch in range(counts.batches):
-            self._raise_if_stopped(is_slow)
+            self._raise_if_stopped(is_slow)  # on all ranks, if a stop was requested
             if batch == 0 or sums_in_place:
                 for index, copy in enumerate(buffers):
                     self.noise.fill(copy.input, self.ranks.rank, index)

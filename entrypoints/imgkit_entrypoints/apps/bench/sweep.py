@@ -136,6 +136,7 @@ class Sweep:
 
         This runs the collective once at the smallest size, so all ranks must call this method.
         """
+        # A size of 1 byte is rounded up to whole elements, or to a chunk for each rank.
         smallest = min(size_bytes, self._measurer.size_bytes(collective, 1))
         try:
             self._measurer.run_once(collective, smallest)
@@ -223,6 +224,7 @@ class Sweep:
         ----------
         more_notes : sentences that are saved only this time, in addition to those in `_notes`.
         """
+        # Only rank 0 writes. All ranks have the same results, because measurements are exchanged.
         if self._setup.ranks.rank != 0:
             return
         options = self._setup.options

@@ -224,6 +224,8 @@ class ExpectedValues:
             if source is None:
                 table = self._total
                 source = 0
+            # The input of each rank begins at another position of the table, which is periodic. A block never
+            # crosses the table's end, because the table on the device has several periods.
             first = table_position(source, iteration) + segment.offset
             for offset, position, length in iterate_blocks(segment.count, first, self._block):
                 start = segment.start + offset

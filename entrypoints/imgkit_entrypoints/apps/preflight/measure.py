@@ -97,6 +97,7 @@ def measure_matmul_TFLOPs(kind: str, threads: int) -> float:
     elapsed_s = 0.0
     start_s = time.monotonic()
     while elapsed_s < MATMUL_S:
+        # This waits until all devices have finished, so the time includes the slowest.
         _multiply(matrices, results, PRODUCTS[kind])
         products += PRODUCTS[kind]
         elapsed_s = time.monotonic() - start_s

@@ -145,6 +145,7 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         raise UsageError(
             f"there is no built-in data for {config.model}", hint="name your own: --data MOD:FN or file.py:FN"
         )
+    # The default number of samples, and the function that generates them.
     default_samples, generate = _BUILT_IN[config.model]
     if config.data == "builtin":
         # The pattern to learn is the same for all splits, but the samples differ.
@@ -153,7 +154,7 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         return generate(config.samples or default_samples, truth, draw)
     path = Path(config.data)
     if path.is_dir():
-        if generate is not _make_images:
+        if generate is not _make_images:  # only models for images can read an image folder
             raise _make_model_error(config, "images", "resnet18 or resnet50")
         return ImageFolder(path, split, config.image_size)
     if config.model != "gpt" or not path.is_file():

@@ -82,6 +82,7 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
         raise ValueError(f"no module {module} found")
     if path.suffix != ".py":  # a compiled module has no source code, so it cannot be checked
         return
+    # The module is not imported here: that would run its code, and import torch, which takes seconds.
     source, tree = _parse_source(path)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
@@ -92,6 +93,7 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
             raise ValueError(f"{path} has no function {name}; its functions: {names}")
         return
     function = functions[name]
+    # Without this check, the wrong call would only fail on all nodes, after the start of the workers.
     if not _accepts_arguments(function.args, arguments):
         where = f"{path}:{function.lineno}"
         raise ValueError(f"{where}: {name} does not take {arguments} positional arguments")
@@ -138,7 +140,7 @@ def _find_source(module: str) -> Path | None:
         spec = PathFinder.find_spec(".".join(parts[:depth]), search_path)
         if spec is None:
             return None
-        search_path = list(spec.submodule_search_locations or ())
+        search_path = list(spec.submodule_search_locations or ())  # empty if it is a module and no package
     if spec is None or not spec.origin:
         return None
     return Path(spec.origin)

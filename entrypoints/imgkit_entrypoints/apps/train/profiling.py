@@ -181,7 +181,8 @@ def _record_steps(
 ) -> Iterator[tuple[Position, Batch]]:
     """Yield the steps, and record a trace of those that ``--profile`` selects.
 
-    For example, ``100:5`` selects the steps 101 to 105.
+    For example, ``100:5`` selects the steps 101 to 105. Each rank writes its trace to the run folder after
+    the last of them.
     """
     traced_steps = config.traced_steps()
     recorder: profile | None = None
@@ -190,6 +191,7 @@ def _record_steps(
             if recorder is None and position.step in traced_steps:
                 recorder = _start_recorder(ranks)
             yield position, batch
+            # The caller takes the step before it asks for the next one, so the code below runs after it.
             is_last = position.step + 1 not in traced_steps
             if recorder is not None and is_last:
                 _write_trace(recorder, config, ranks)

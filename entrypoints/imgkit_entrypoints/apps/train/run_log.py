@@ -193,7 +193,8 @@ class RunLog:
         counted_steps = sum(entry.steps - entry.skipped for entry in entries)
         if counted_steps == 0:
             return None, dict.fromkeys(names)
-        # Each column has the sums of the loss or of one number, in all entries.
+        # An entry has sums over several steps: first of the loss, then of each number. Each column has the
+        # sums of the loss or of one number, in all entries.
         columns = zip(*[entry.sums for entry in entries], strict=True)
         mean_loss, *number_means = [sum(column) / counted_steps for column in columns]
         finite_means = map(_drop_infinite, number_means)

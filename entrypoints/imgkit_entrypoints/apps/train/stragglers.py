@@ -140,16 +140,18 @@ class Stragglers:
         own_s : own work of each rank in a step, in seconds.
         """
         usual_s, limit_s = find_usual_work(own_s)
-        if math.isinf(limit_s):
+        if math.isinf(limit_s):  # there is nothing to compare, and the usual time is NaN
             return usual_s
         slow = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
         changed = self._find_changes(step, slow)
+        # A rank in `_named` is a straggler now, so a change means that it has recovered.
         for rank, first_step in changed.items():
             if rank in self._named:
                 self._named.remove(rank)
             else:
                 self._named.add(rank)
                 self._add_straggler(rank, first_step)
+        # Update the times, also for stragglers that were just added. `_report` prints them.
         for rank in slow & self._named:
             self._stragglers[rank] = replace(
                 self._stragglers[rank], to_step=step, own_work_s=own_s[rank], usual_s=usual_s
@@ -204,6 +206,7 @@ class Stragglers:
 
         The same rank is reported only a few times, and only a few ranks are reported at once.
         """
+        # With few ranks, they are compared with the fastest one (see `find_usual_work`).
         comparison = "the median of all ranks"
         if len(self._placements) < FEW:
             comparison = "as that of the fastest"

@@ -149,13 +149,15 @@ class Trainer:
         micro_batches : the samples of this rank.
         measured : True to measure the norm of the gradient for the log, which costs some time.
         """
-        if self._config.schedule != "constant" or self._config.warmup_steps:  # the rate changes
+        if self._config.schedule != "constant" or self._config.warmup_steps:  # the learning rate changes
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate(self._config, number, self._steps)
         losses = []
+        # The clock measures this rank's own work, by which slow ranks are found. The update does not count.
         self._clock.start_step()
         for micro_batch in micro_batches:
             # DDP adds up the gradients of all ranks only once, in the backward pass of the last micro-batch.
+            # Until then, they add up on this rank.
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
                 losses.append(self._add_gradients(micro_batch))
         self._clock.end_step()
@@ -224,10 +226,12 @@ class Trainer:
         if not is_skippable:
             self._losses += loss
         elif norm is not None:
+            # The sums are tensors on the device, so adding to them does not wait for the GPU.
             is_skipped = ~torch.isfinite(norm)
             self._skipped += is_skipped
             self._losses += torch.where(is_skipped, 0.0, loss)
-            # If the gradient scaler is enabled, its step() skips such a gradient itself.
+            # If the gradient scaler is enabled (--amp fp16), its step() skips such a gradient itself, and its
+            # update() must still be called. Otherwise `is_skipped` must be read, which waits for the GPU.
             if not self._scaler.is_enabled() and is_skipped:
                 return
         self._scaler.step(self._optimizer)
@@ -398,7 +402,7 @@ class StepSums:
         ------
         LossIsNoNumber : a loss in these steps is not finite.
         """
-        if not exchange.steps:
+        if not exchange.steps:  # no step has ended since the last exchange
             return
         world_size = self.ranks.world_size
         # The last values are the own work of each rank. All others are sums over all ranks, which are divided
@@ -407,6 +411,7 @@ class StepSums:
         if world_size == 1:
             own_s = ()
         averages = [total / world_size for total in exchange.sums[:-world_size]]
+        # The order is that of `Trainer.sums`, and of `take`, which appends the times.
         skipped, norm, *numbers, wait_s = averages
         self.on_sums(
             LatestSteps(
@@ -420,6 +425,7 @@ class StepSums:
                 wait_s=wait_s,
             )
         )
+        # The check comes last, so that the log shows the loss that ends the run.
         loss, *_ = numbers
         if not math.isfinite(loss):
             raise LossIsNoNumber(
