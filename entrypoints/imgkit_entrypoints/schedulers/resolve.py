@@ -62,6 +62,8 @@ def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
     Each module of a launcher, such as Slurm's, finds the placement in the variables of that launcher.
     """
     _refuse_nesting(env)
+    # The launchers whose variables are set, such as Slurm's. If one launcher is known to set the variables of
+    # another, the other one is left out.
     launchers = _find_launchers(env)
     if request.scheduler:
         placement = _ask_launcher(_get_scheduler(request.scheduler, env), request, env)
@@ -73,7 +75,7 @@ def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
         _refuse_two_launchers(launchers[:2], env)
     elif launchers:
         placement = _ask_launcher(launchers[0], request, env)
-    elif manual.claims(env):
+    elif manual.claims(env):  # IMGKIT_NNODES or a list of hosts requests several nodes
         placement = _ask_launcher(manual, request, env)
     else:
         placement = _ask_launcher(standalone, request, env)
@@ -171,6 +173,7 @@ def _build_host_command(command: Sequence[str], env: Environment) -> tuple[str, 
         # Without squashfuse, the runtime unpacks the .sif into a temporary folder. *_CONTAINER is then the
         # path of that folder, but *_NAME is still the name of the .sif.
         name = env.get(f"{runtime.upper()}_NAME")
+        # The name has no folder, so the command works only in the folder of the .sif.
         if name and name != PurePath(image).name:
             image = name
         options = []
@@ -194,6 +197,7 @@ def _refuse_other_rank(launchers: Sequence[Scheduler], placement: Placement, env
             launched = module.find_placement(env)
         except NoPlan:
             continue  # the launcher has not started this process, but ssh, for example
+        # If the numbers of nodes differ, the user has deliberately started another run within the job.
         is_same_run = launched.nnodes == placement.nnodes and launched.direct is None
         if is_same_run and launched.node_rank != placement.node_rank:
             name = launched.source.get("node_rank", "")
@@ -211,7 +215,7 @@ def _refuse_wrong_order(placement: Placement, env: Environment) -> None:
 
     All nodes take the first host in the list for node 0, so they would connect to the wrong host.
     """
-    position = env.find_position(placement.hosts)
+    position = env.find_position(placement.hosts)  # of this host in the list, or None if it is not there
     if placement.nnodes == 1 or position in (None, placement.node_rank):
         return
     hosts_from = placement.source.get("hosts", "")
@@ -265,15 +269,16 @@ def _find_flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
 def _apply_request(placement: Placement, request: PlacementRequest, env: Mapping[str, str]) -> Placement:
     """Return the placement with the port, the spares and the direct rank that the user has requested.
 
-    In direct mode, the launcher has started every rank itself, without torchrun. The modules of the launchers
-    have read flags as variables. The sources in the result name the flags again.
+    Spares are nodes that wait to replace a lost node. In direct mode, the launcher has started every rank
+    itself, without torchrun. The modules of the launchers have read flags as variables, so the sources in the
+    placement name variables. The sources in the result name the flags again.
 
     Raises
     ------
     NoPlan : a flag contradicts the launcher.
     """
     _refuse_contradictions(placement, request)
-    source = dict(placement.source)
+    source = dict(placement.source)  # the variable from which each field was read
     port = placement.port
     if request.port is not None:
         port = request.port
@@ -289,6 +294,7 @@ def _apply_request(placement: Placement, request: PlacementRequest, env: Mapping
         placement,
         port=port,
         direct=direct,
+        # Without spares, the size says no more than `nnodes`.
         size=request.size if request.size and request.size.spares else None,
         source={field: flags.get(name, name) for field, name in source.items() if name},
     )

@@ -225,8 +225,10 @@ def _find_placement_outside_step(env: Environment) -> Placement:
 
     Raises
     ------
-    WrongStart : the job has several nodes, or this shell does not run on the job's node.
+    WrongStart : the job has several nodes, or this shell does not run on the job's node. The caller adds the
+        command that starts the run on `nnodes` nodes.
     """
+    # A name that ends with _from is the variable that contains the value, for messages.
     nnodes, nnodes_from = _read_node_count(env)
     hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
     # A batch script has SLURM_NODEID, but a shell of salloc on the login node does not.
@@ -240,6 +242,7 @@ def _find_placement_outside_step(env: Environment) -> Placement:
             where=env.quote(nnodes_from),
             nnodes=nnodes,
         )
+    # In a job of one node, salloc may have opened the shell on that node or on the login node.
     hostname = env.hostname()
     if not is_on_node and hosts.names and hostname:
         job_node = hosts.names[0]
@@ -300,7 +303,7 @@ def _read_task_counts(env: Environment, nnodes: int) -> Sequence[int]:
         return counts
     # Without the counts, all nodes must have the same number of tasks.
     total_from = env.first_set(FIELDS["world_size"])
-    total = env.read_number(total_from, least=1) if total_from else nnodes
+    total = env.read_number(total_from, least=1) if total_from else nnodes  # one task on each node
     if total % nnodes:
         raise NoPlan(
             f"the step has {total} tasks on {nnodes} nodes, but no variable says how many run on each",

@@ -32,7 +32,7 @@ def find_placement(env: Environment) -> Placement:
     if env.present(*WORKER) == WORKER and env.read_number("WORLD_SIZE", least=1) > 1:
         return _find_direct_placement(env)
     # LSF is not supported. But an LSF job on one host is the same as a run on this machine.
-    host_file = env.get("LSB_DJOB_HOSTFILE")
+    host_file = env.get("LSB_DJOB_HOSTFILE")  # it has a line for each slot, so hosts occur several times
     text = env.read(host_file) if host_file else None
     hosts = unique_names((text or "").split())
     if len(hosts) > 1:
