@@ -58,6 +58,7 @@ class Option:
         if self.action in ("store", "append"):
             kind = "choices" if isinstance(self.type, tuple) else "type"
             keywords[kind] = self.type
+        # `unset` describes what happens without the option, if its default is not a simple value.
         default = self.unset or self.default
         if self.action == "store" and default is not None:
             keywords["help"] = f"{self.help} (default: {default})"
@@ -66,13 +67,14 @@ class Option:
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
     """Add `options` to a parser, with the groups in which the help shows them."""
+    # An option with a heading begins a group, and the options after it belong to the same group.
     group: argparse._ActionsContainer = parser
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for option in options:
         if option.heading:
             group = parser.add_argument_group(option.heading)
         container = group
-        if option.one_of:
+        if option.one_of:  # argparse accepts only one of the options with the same value of `one_of`
             if option.one_of not in exclusive:
                 exclusive[option.one_of] = group.add_mutually_exclusive_group()
             container = exclusive[option.one_of]
@@ -122,6 +124,7 @@ class Parser(argparse.ArgumentParser):
         except UsageError as error:
             # argparse takes the value of an unknown option for a positional argument, and its error is about
             # that argument. The error should name the unknown option instead.
+            # argparse's message begins with the name of the argument, which shows this case.
             positionals = [action for action in self._actions if not action.option_strings]
             prefixes = tuple(f"argument {action.metavar}:" for action in positionals)
             unknown = self._find_unknown_flags(argv)
@@ -191,6 +194,7 @@ def refuse_unused(
     ------
     UsageError : an option differs from its default, but its condition in `needs` is not met.
     """
+    # An option that was set to its default has no effect either, but this cannot be seen.
     defaults = parser.parse_args([])
     fields = {}  # the attribute for the parsed value, by each spelling of its option: {"--amp": "amp"}
     for action in parser._actions:

@@ -76,6 +76,7 @@ def _find_folder_problem(path: Path) -> str:
             return error.strerror or str(error)
         if not stat.S_ISDIR(mode):
             return os.strerror(errno.ENOTDIR)
+        # For a folder above `path`, access is not checked: creating `path` will show whether it is allowed.
         if folder == path and not os.access(path, os.W_OK | os.X_OK):
             return os.strerror(errno.EACCES)
         return ""
@@ -370,12 +371,15 @@ def make_links(folder: Path, links: Mapping[str, str]) -> None:
     try:
         for name, target in links.items():
             (temporary / name).symlink_to(target)
-        with contextlib.suppress(OSError):  # another process of this user may have made `folder`
+        # Renaming fails if the folder exists, because another process of this user may have made it. Then its
+        # links are checked below.
+        with contextlib.suppress(OSError):
             temporary.rename(folder)
             return
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     status = os.lstat(folder)
+    # Others can predict the folder's path. So another user may have made it, with links to other files.
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     others_can_write = status.st_mode & 0o022
     if is_own and not others_can_write:

@@ -221,6 +221,7 @@ def _find_reader(hint: Any, closed: bool) -> _Reader:
     if origin is typing.Annotated:
         rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
         return _check_rules(_find_reader(args[0], closed), rules)
+    # The types are those that imgkit's dataclasses use. Of unions, only "X | None" is supported.
     if type(None) in args:  # for "X | None", `args` contains X and the type of None, so `args[0]` is X
         read_value = _find_reader(args[0], closed)
         return lambda value: None if value is None else read_value(value)
@@ -320,6 +321,7 @@ def _make_list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     A single reader is used for all items. If there are several readers, each reads one item, so the array
     must have the same length.
     """
+    # tuple[int, ...] and list[int] have one reader, and tuple[int, str] has two.
     is_fixed = len(readers) > 1
 
     def build_list(values: list[Any]) -> Any:
@@ -356,7 +358,7 @@ def _make_object_builder(owner: Any, closed: bool) -> _Reader:
     def build_object(values: dict[str, Any]) -> Any:
         """Build the dataclass. Fields without a value in the object get their defaults."""
         # A value with a wrong type is reported before a missing field or an unknown key.
-        parts = _read_parts(values, readers)
+        parts = _read_parts(values, readers)  # only the keys that are fields
         for name in required:
             if name not in parts:
                 raise _Misfit(f" is not complete: it has no {name}")

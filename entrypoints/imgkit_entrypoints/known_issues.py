@@ -224,7 +224,7 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
             evidence.update(dict.fromkeys(lookup(name).evidence for name in comparison.names))
         elif None in states:
             unknown.update(dict.fromkeys(_list_unknown_names(comparisons[states.index(None)], lookup)))
-        else:
+        else:  # all alternatives are false, so the result is certain
             values = dict.fromkeys(lookup(comparison.name).evidence for comparison in comparisons)
             return IssueResult(issue, "no match", f"needs {condition} ({', '.join(values)})")
     if unknown:
@@ -243,8 +243,14 @@ def _list_unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
 
 
 def _evaluate_comparison(comparison: Comparison, lookup: Lookup) -> bool | None:
-    """Return whether a comparison, such as ``nccl < 2.29.3``, is true. Return None if a value is unknown."""
+    """Return whether a comparison, such as ``nccl < 2.29.3``, is true. Return None if a value is unknown.
+
+    Parameters
+    ----------
+    lookup : returns the value of a fact, such as ``nccl``, or of a variable, such as ``$NCCL_ALGO``.
+    """
     value, operand = lookup(comparison.name), comparison.operand
+    # Outside of a node, some variables are unknown. A variable that is not set is known: its text is "".
     if not value.is_known:
         return None
     if comparison.operator == "is":
@@ -252,10 +258,11 @@ def _evaluate_comparison(comparison: Comparison, lookup: Lookup) -> bool | None:
             return value.is_requested
         # "unset" for a variable and "unknown" for a fact both mean that the text is empty.
         return (value.text != "") == (operand == "set")
-    if operand.startswith("{"):
+    if operand.startswith("{"):  # the operand is another fact, as in "driver < {cuda_driver}"
         operand = lookup(operand.strip("{}")).text
     if not operand:
         return None
+    # An empty fact is unknown, but an empty variable is a value that can be compared.
     if not value.text and not comparison.is_of_variable:
         return None
     if comparison.operator == "matches":

@@ -278,6 +278,7 @@ class SystemFacts:
             if is_set and name not in ("interfaces", "options"):  # `node` does not have these two fields
                 changes[name] = value
         # A default memory of the partition replaces both defaults of `node`, including the one for each GPU.
+        # The partition may still set the memory for each GPU itself.
         if "default_memory_GB" in changes:
             changes.setdefault("memory_per_gpu_GB", None)
         options = (*self.queue.options, *listed.options)
