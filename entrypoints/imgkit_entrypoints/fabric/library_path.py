@@ -62,7 +62,8 @@ def set_library_path(plan: FabricPlanBuilder) -> None:
         additions.append(f"{folder} with {', '.join(plan.links)} of the host")
     if not additions:
         return
-    value = ":".join(dict.fromkeys((*folders, *current.image)))
+    value = ":".join(dict.fromkeys((*folders, *current.image)))  # each folder once
+    # Replace the value even if the user has set it: it still contains the user's folders.
     plan.replace_variable(VARIABLE, value, f"adds {' and '.join(additions)}; the rest is as it was")
 
 
@@ -329,6 +330,7 @@ class _LoadCheck:
         version = _find_missing_version(library, self.image[needed])
         if not version:
             return None
+        # The host's file might be newer. If it cannot be used either, its own problem is the cause.
         if needed in self.host and needed not in IMAGE_LIBRARIES:
             problem = self.problem(needed)
             if problem:

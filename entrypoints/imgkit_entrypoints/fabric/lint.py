@@ -110,7 +110,7 @@ def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
 
     Both values must be numbers, and NCCL limits their product (`MAX_SOCKETS`).
     """
-    counts = []
+    counts = []  # in the order of SOCKET_COUNTS: threads, and sockets for each thread
     for name in sockets.SOCKET_COUNTS:
         text = plan.worker_value(name)
         if text is None:
@@ -120,7 +120,7 @@ def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
         else:
             problem = f"{name}={text!r} is not a number: NCCL reads 0"
             yield Finding(problem, f"set a number, or {plan.unset_hint(name)}")
-    if len(counts) < 2:
+    if len(counts) < 2:  # a number is wrong, or NCCL chooses it itself
         return
     threads, sockets_each = counts
     total = threads * sockets_each
@@ -388,6 +388,7 @@ def _check_choice(plan: FabricPlanBuilder, variable: str, item: str, choices: tu
         'end with "invalid usage", earlier versions ignore it'
     )
     fix = plan.unset_hint(variable)
+    # A short item with one wrong letter differs more than a long one, so less similarity is required.
     similar = _find_closest_choice(item, choices, 0.5)
     if similar:
         # Replace the complete item only: in "Tree,Tre" the item "Tre" must not change "Tree" to "Treee".

@@ -194,6 +194,7 @@ def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Int
     if choice is None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
         plan.report_unset(NCCL, "", reason)
+        # If no interface is known at all, /sys is not visible, and the node may still work.
         if plan.has_several_nodes and plan.facts.interfaces:
             fix = "start the container with the host's network (docker: --network host)"
             plan.add_blocker(f"{reason}: nodes cannot connect", fix)
