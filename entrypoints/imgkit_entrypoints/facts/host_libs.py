@@ -167,11 +167,13 @@ class _Search:
 
     def _add_host_library(self, name: str, path: str) -> None:
         """Add the host's file `path` for the library `name`, and then the libraries that the file needs."""
+        # The path on the host to which all links lead. In the container, the same file is below `HOST`.
         target = _follow_on_host(self.reader, path)
         library = self._read(name, path, f"{HOST}{target}" if target else "")
         self.host.append(library)
         if library.object is None:
             return
+        # The dynamic linker searches these folders for the libraries that this file needs.
         origin = str(PurePosixPath(target).parent)
         folders = []
         for folder in (*library.object.rpath, *library.object.runpath):

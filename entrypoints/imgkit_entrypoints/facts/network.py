@@ -188,6 +188,7 @@ def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
         pci=pci_path(reader, f"{path}/device"),
         numa_node=numa_node(reader, f"{path}/device"),
         vendor=reader.text(f"{path}/device/vendor") or "",
+        # Only a virtual function (a share of a card) has this link, which leads to the card itself.
         physical=reader.target(f"{path}/device/physfn").rsplit("/", 1)[-1],
         netdevs=reader.names(f"{path}/device/net"),
         verbs=verbs,

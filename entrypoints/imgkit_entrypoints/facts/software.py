@@ -193,12 +193,13 @@ def image_env(reader: Reader) -> Mapping[str, str] | None:
 
     They are in the image's manifest. If imgkit has not built the image, there is no manifest.
     """
-    data = manifest(reader)
-    base, recipe_env = data.get("base"), data.get("env")
+    manifest_values = manifest(reader)  # {} without a manifest
+    base, recipe_env = manifest_values.get("base"), manifest_values.get("env")
     base_env = base.get("env") if isinstance(base, dict) else None
     # Every base image sets at least PATH. If the manifest has no variables of the base, they are unknown.
     if not base_env or not isinstance(base_env, dict):
         return None
+    # A variable of the recipe replaces that of the base.
     variables = dict(base_env)
     if isinstance(recipe_env, dict):
         variables |= recipe_env
@@ -362,6 +363,7 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> Nccl:
     """
     for folder in library_folders(reader, env):
         target = reader.target(f"{folder}/libnccl.so.2")
+        # The name libnccl.so.2 is a link, and the name of the file to which it leads has the whole version.
         match = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target)
         if match:
             return Nccl(match[1], f"{folder}/libnccl.so.2 -> {target}", "image")
