@@ -25,6 +25,7 @@ def report_network(node: CheckedNode) -> Iterator[Check]:
     if plan.line_rate_Gbps:
         devices += f", {plan.line_rate_Gbps:g} Gbit/s"
     yield Check("network", "ok", f"{plan.kind} over {devices} ({plan.reason})")
+    # On one node, blockers do not matter, so the verdict is only "warn" there.
     for blocker in plan.blockers:
         yield Check("network", node.network_verdict, blocker.what, blocker.fix)
     for finding in (*plan.refusals, *plan.warnings):

@@ -116,6 +116,7 @@ def check_image_mount(node: CheckedNode) -> Iterator[Check]:
     """
     if "SLURM_JOB_ID" not in node.env:
         return
+    # The process that started the container is the parent of squashfuse, and an ancestor of this process.
     ancestors = set(_list_ancestors(node.reader))
     for pid in node.reader.names("/proc", "[0-9]{1,9}"):
         name = node.reader.text(f"/proc/{pid}/comm") or ""
