@@ -112,7 +112,7 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         meaning, so torchrun exits with the same code.
     """
     for logger in LOGGERS:
-        logger.handlers = [LogHandler()]
+        logger.handlers = [LogHandler()]  # writes to the node agent's log instead of the terminal
         logger.propagate = False
     try:
         run()

@@ -36,7 +36,7 @@ def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
     launch = collectives.bind(sendrecv, buffers, ranks)
     launch()  # the first launch sets up the connection, so it is not timed
     single_s = _find_slowest(measurement.time_batch(launch, 1, ranks), ranks)
-    launches = _plan_launches(measurer, single_s)
+    launches = _plan_launches(measurer, single_s)  # equal on both ranks, because `single_s` is
     batches = [measurement.time_batch(launch, launches, ranks) for _ in range(MIN_BATCHES)]
     seconds = _find_slowest(statistics.median(batches) / launches, ranks)
     return count * item_bytes / seconds / 1e9

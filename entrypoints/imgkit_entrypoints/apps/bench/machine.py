@@ -92,7 +92,8 @@ def free_node_bytes(reader: Reader) -> int | None:
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             values.append(int(rest.split()[0]) * 1024)  # "MemAvailable:  527902004 kB"
-    # The job's cgroup may allow less than the node has.
+    # The job's cgroup may allow less than the node has. Without a limit, the file contains "max", which is no
+    # number.
     limit = reader.number("/sys/fs/cgroup/memory.max")
     used = reader.number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:

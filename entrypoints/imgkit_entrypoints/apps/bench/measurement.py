@@ -90,6 +90,7 @@ class Measurer:
             buffers = collectives.allocate(collective, count, dtype, self.ranks, copies)
         except (RuntimeError, MemoryError):  # the errors of CUDA and of the CPU allocator are RuntimeErrors
             failures += 1
+        # A rank that raised the error alone would leave the others waiting in the next collective.
         dist.all_reduce(failures)  # on every rank, the sum is the number of ranks that failed
         if failures.item():
             raise OutOfMemory

@@ -94,7 +94,7 @@ class Sweep:
                 self._print_note(self._describe_memory(collective, size_bytes))
                 return False
             self._report_size(collective, measurement)
-            previous = measurement.counts
+            previous = measurement.counts  # for the plan of the next size
         return True
 
     def _measure_size(self, collective: Collective, size_bytes: int, previous: Counts | None) -> Measurement:
@@ -189,6 +189,7 @@ class Sweep:
         reasons = []
         if self._record.wrong:
             reasons.append(f"{self._record.wrong} elements were wrong, so run dist-doctor before you train")
+        # An incomplete run lacks sizes, so it cannot be judged. It fails in any case.
         if self._record.complete:
             reasons += verdict.find_shortfalls(self._setup.options.requirement, self._verdicts())
         if reasons:

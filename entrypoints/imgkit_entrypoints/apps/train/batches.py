@@ -123,10 +123,11 @@ class Batches:
             batches.
         """
         if loaded is not None:
+            # It yields the batches in the order of the steps, so `position` is not needed.
             return self._move_to_device(next(loaded))
         first = position.consumed + piece.first
         end = position.consumed + piece.end
-        if self._is_small:
+        if self._is_small:  # all samples are on the device, already in the order of this epoch
             return tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
         indices = self._permutation(position.epoch)[first:end]
         return self._move_to_device(self._samples.batch(indices))

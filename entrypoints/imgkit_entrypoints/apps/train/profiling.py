@@ -74,6 +74,7 @@ class WorkClock:
         if not self._is_on or next(model.buffers(), None) is None:
             return
 
+        # The hooks also run in evaluations, in which the clock does not run.
         def before_copy(*_: object) -> None:
             if self._is_running:
                 self._work.append((self._start, self._take_timestamp()))

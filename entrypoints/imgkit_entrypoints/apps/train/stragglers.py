@@ -177,6 +177,7 @@ class Stragglers:
                 contradictions[rank] = steps
             else:
                 changed[rank] = min(steps)
+        # Ranks that are not in the new dict start again at 0, because the comparisons must be successive.
         self._contradictions = contradictions
         return changed
 

@@ -299,7 +299,11 @@ def _split_step_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _create_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that the options select, in the fastest of torch's implementations."""
+    """Return the optimizer that the options select, in the fastest of torch's implementations.
+
+    The fused implementation updates all weights at once. Where it does not exist or is slower, the weights
+    are updated one after the other.
+    """
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if _should_fuse(config, parameters[0].device):
         options["fused"] = True
