@@ -256,7 +256,7 @@ def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
     def read_checked(value: Any) -> Any:
         """Build a value and apply the rules. Raise `_Misfit` if a rule is broken."""
         value = read_value(value)
-        if value is None:
+        if value is None:  # the value is optional and not set
             return None
         try:
             for rule in rules:

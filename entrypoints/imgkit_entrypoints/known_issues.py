@@ -115,6 +115,7 @@ def _check_operand(comparison: Comparison) -> None:
         raise ValueError(f"{operand!r} is none of {', '.join(states)}")
     if comparison.operator == "matches":
         _check_pattern(operand)
+    # An operand in braces is another fact, whose value is only known on a node.
     if comparison.operator in ("<", ">=") and not operand.startswith("{") and not _VERSION.match(operand):
         raise ValueError(f"{operand!r} is not a version")
 
@@ -344,7 +345,7 @@ def read_issues(path: Path) -> tuple[KnownIssue, ...]:
     try:
         rows = json_text.build_value(tuple[KnownIssue, ...], json_text.load(path), "rows", closed=True)
         for index, issue in enumerate(rows):
-            for key, (what, fix) in issue.faults():
+            for key, (what, fix) in issue.faults():  # only the first fault is reported
                 raise ValueError(f"rows[{index}].{key}: {what}; {fix}")
     except (OSError, ValueError) as error:
         raise UsageError(f"known issues cannot be read: {error}", where=str(path), hint=hint) from error

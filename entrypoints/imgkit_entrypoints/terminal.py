@@ -126,6 +126,7 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8")("backslashreplace"), translate=True
     )
+    # Both `decoder` and `unfinished` keep a state between the chunks, so each stream needs its own function.
     unfinished = ""  # the beginning of a control sequence at the end of the last chunk
 
     def copy_to_file(chunk: bytes) -> None:

@@ -72,7 +72,8 @@ def _print_error(argv: tuple[str, ...], error: ImgkitError) -> None:
 
     A dry run with ``--json`` also prints the error as JSON, for a program that reads the output.
     """
-    # The error may be that the options cannot be parsed, so look for the flags in `argv`.
+    # The error may be that the options cannot be parsed, so look for the flags in `argv`. A variable has the
+    # same effect as --dry-run.
     is_dry_run = "--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"
     if "--json" in argv and is_dry_run:
         document = {"schema": plan.SCHEMA, "error": _build_error_dict(error)}
@@ -188,7 +189,14 @@ def _build_node_document(
     placement: Mapping[str, object],
     network: fabric.FabricPlan,
 ) -> dict[str, object]:
-    """Return the JSON document that ``dist-env --json`` prints."""
+    """Return the JSON document that ``dist-env --json`` prints.
+
+    Parameters
+    ----------
+    system : what the image's recipe says about the cluster, or None outside of an image.
+    placement : the fields of a `Placement` (which node of which run this is), or only ``error``.
+    network : the fabric (the kind of network) of this node, and the variables for it.
+    """
     matches = tuple(item for item in network.issues if item.state == "match")
     host_facts = dataclasses.asdict(host)
     # The image has many variables. The relevant ones are in the decisions of the network.

@@ -118,6 +118,7 @@ def number_ranges(numbers: Iterable[str]) -> str:
     """
     ranges: list[str] = []
     previous = ""
+    # Numbers with the same value but other leading zeros, such as 9 and 009, are different hosts.
     for number in sorted(set(numbers), key=lambda number: (int(number), len(number))):
         # The number extends the last range if it follows `previous` and has the same width.
         if previous and number == f"{int(previous) + 1:0{len(previous)}d}":

@@ -157,6 +157,7 @@ def start_argv(
     outlives_nodes : True if the step must continue when a task ends or a node is lost.
     options : further options of srun.
     """
+    # One task on each node: a dist-* command starts the ranks of its node itself.
     argv = ["srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"]
     if cpus is not None:
         argv.append(f"--cpus-per-task={cpus}")
