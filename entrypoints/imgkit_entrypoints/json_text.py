@@ -358,15 +358,15 @@ def _make_object_builder(owner: Any, closed: bool) -> _Reader:
     def build_object(values: dict[str, Any]) -> Any:
         """Build the dataclass. Fields without a value in the object get their defaults."""
         # A value with a wrong type is reported before a missing field or an unknown key.
-        parts = _read_parts(values, readers)  # only the keys that are fields
+        fields = _read_parts(values, readers)  # only the keys that are fields
         for name in required:
-            if name not in parts:
+            if name not in fields:
                 raise _Misfit(f" is not complete: it has no {name}")
         if closed:
             for name in values:
                 if name not in readers:
                     raise _Misfit(f".{name} is an unknown key")
-        return owner(**parts)
+        return owner(**fields)
 
     return build_object
 

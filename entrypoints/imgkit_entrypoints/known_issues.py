@@ -93,10 +93,10 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
     ValueError : the text is not a condition, or contains a fact that does not exist.
     """
     comparisons = []
-    for text in condition.split(" or "):
-        match = _CONDITION.fullmatch(text.strip())
+    for comparison_text in condition.split(" or "):
+        match = _CONDITION.fullmatch(comparison_text.strip())
         if match is None:
-            raise ValueError(f"{text.strip()!r} is not a condition")
+            raise ValueError(f"{comparison_text.strip()!r} is not a condition")
         comparison = Comparison(*match.groups())
         for name in comparison.names:
             if not name.startswith("$") and name not in FACTS:
@@ -226,8 +226,8 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
         elif None in states:
             unknown.update(dict.fromkeys(_list_unknown_names(comparisons[states.index(None)], lookup)))
         else:  # all alternatives are false, so the result is certain
-            values = dict.fromkeys(lookup(comparison.name).evidence for comparison in comparisons)
-            return IssueResult(issue, "no match", f"needs {condition} ({', '.join(values)})")
+            seen_values = dict.fromkeys(lookup(comparison.name).evidence for comparison in comparisons)
+            return IssueResult(issue, "no match", f"needs {condition} ({', '.join(seen_values)})")
     if unknown:
         return IssueResult(issue, "unknown", f"unknown: {', '.join(unknown)}")
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
@@ -250,27 +250,27 @@ def _evaluate_comparison(comparison: Comparison, lookup: Lookup) -> bool | None:
     ----------
     lookup : returns the value of a fact, such as ``nccl``, or of a variable, such as ``$NCCL_ALGO``.
     """
-    value, operand = lookup(comparison.name), comparison.operand
+    left, right = lookup(comparison.name), comparison.operand
     # Outside of a node, some variables are unknown. A variable that is not set is known: its text is "".
-    if not value.is_known:
+    if not left.is_known:
         return None
     if comparison.operator == "is":
-        if operand == "requested":
-            return value.is_requested
+        if right == "requested":
+            return left.is_requested
         # "unset" for a variable and "unknown" for a fact both mean that the text is empty.
-        return (value.text != "") == (operand == "set")
-    if operand.startswith("{"):  # the operand is another fact, as in "driver < {cuda_driver}"
-        operand = lookup(operand.strip("{}")).text
-    if not operand:
+        return (left.text != "") == (right == "set")
+    if right.startswith("{"):  # the operand is another fact, as in "driver < {cuda_driver}"
+        right = lookup(right.strip("{}")).text
+    if not right:
         return None
     # An empty fact is unknown, but an empty variable is a value that can be compared.
-    if not value.text and not comparison.is_of_variable:
+    if not left.text and not comparison.is_of_variable:
         return None
     if comparison.operator == "matches":
-        return re.search(operand, value.text, re.IGNORECASE) is not None
+        return re.search(right, left.text, re.IGNORECASE) is not None
     if comparison.operator not in ("<", ">="):
-        return _OPERATORS[comparison.operator](value.text.lower(), operand.lower())
-    version, limit = _parse_version(value.text), _parse_version(operand)
+        return _OPERATORS[comparison.operator](left.text.lower(), right.lower())
+    version, limit = _parse_version(left.text), _parse_version(right)
     if version and limit:
         return version < limit if comparison.operator == "<" else version >= limit
     # The value of a variable is known here. If it is not a version, the comparison is false.

@@ -138,10 +138,10 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
         nonlocal unfinished
         # A chunk may end within a character or within a control sequence. Until the next chunk, the decoder
         # keeps the bytes of an incomplete character, and `unfinished` keeps those of an incomplete sequence.
-        text = unfinished + decoder.decode(chunk)
-        match = _UNFINISHED.search(text)
+        pending = unfinished + decoder.decode(chunk)
+        match = _UNFINISHED.search(pending)
         unfinished = match[0] if match else ""
-        complete = text.removesuffix(unfinished)
+        complete = pending.removesuffix(unfinished)
         stream.write(escape_controls(strip_styles(complete), keep="\n\t"))
         stream.flush()
 

@@ -435,16 +435,16 @@ def _run_verified_sums(rank: int, world_size: int, device: torch.device) -> tupl
     import torch.distributed as dist
 
     count = max(ELEMENTS, world_size)
-    owner = torch.arange(count, device=device).remainder_(world_size)
+    sender = torch.arange(count, device=device).remainder_(world_size)
     # Integers up to 2^20, because float32 represents integers exactly only up to 2^24.
-    numbers = torch.arange(count, device=device).remainder_(1 << 20).add_(1)
-    values = numbers.to(torch.float32)
-    bad = torch.zeros(count, dtype=torch.bool, device=device)
+    integers = torch.arange(count, device=device).remainder_(1 << 20).add_(1)
+    expected_sum = integers.to(torch.float32)
+    is_wrong = torch.zeros(count, dtype=torch.bool, device=device)
     for _ in range(REPEATS):
-        buffer = torch.where(owner == rank, values, 0.0)
+        buffer = torch.where(sender == rank, expected_sum, 0.0)
         dist.all_reduce(buffer)
-        bad |= buffer != values
-    return tuple(torch.unique(owner[bad]).tolist())
+        is_wrong |= buffer != expected_sum
+    return tuple(torch.unique(sender[is_wrong]).tolist())
 
 
 def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
@@ -460,12 +460,12 @@ def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str
     for rank in range(world_size):
         key = f"answer/{rank}"
         # Answers that have already arrived are read even after the time limit, hence at least 0.1 s.
-        text = _read(store, key, max(0.1, deadline_s - time.monotonic()))
-        if text is None:
+        answer_text = _read(store, key, max(0.1, deadline_s - time.monotonic()))
+        if answer_text is None:
             # Each rank sets this key at its start, so there is no need to wait for it.
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
         else:
-            answers[rank] = json_text.build_value(Answer, json_text.parse(text), key)
+            answers[rank] = json_text.build_value(Answer, json_text.parse(answer_text), key)
             hosts[rank] = answers[rank].host
     return hosts, answers
 

@@ -62,9 +62,9 @@ def main() -> None:
         device = f"{ranks.device}, {torch.get_num_threads()} threads"
         if ranks.device.type == "cuda":
             device = f"{ranks.device}, {torch.cuda.get_device_name(ranks.device)}"
-        rows = ranks.gather((platform.node(), device))
+        hosts_and_devices = ranks.gather((platform.node(), device))
         peers = []
-        for rank, (peer_host, peer_device) in enumerate(rows):
+        for rank, (peer_host, peer_device) in enumerate(hosts_and_devices):
             seconds = None  # rank 0 measures to every other rank, but not to itself
             if rank != 0:
                 seconds = time_round_trips(rank, peer_host, ranks)

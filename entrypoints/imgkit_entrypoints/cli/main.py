@@ -197,7 +197,7 @@ def _build_node_document(
     placement : the fields of a `Placement` (which node of which run this is), or only ``error``.
     network : the fabric (the kind of network) of this node, and the variables for it.
     """
-    matches = tuple(item for item in network.issues if item.state == "match")
+    matches = tuple(result for result in network.issues if result.state == "match")
     host_facts = dataclasses.asdict(host)
     # The image has many variables. The relevant ones are in the decisions of the network.
     del host_facts["image_env"]

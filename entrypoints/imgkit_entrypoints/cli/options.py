@@ -300,20 +300,20 @@ def _read_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[s
     ------
     UsageError : the variable of a switch is neither 0 nor 1.
     """
-    values: dict[str, object] = {}
+    defaults: dict[str, object] = {}
     for option in options:
         # In "--verbose -v", the name of the variable and argparse's attribute come from the first spelling.
         flag = option.names.split()[0]
-        name = flag.strip("-").replace("-", "_")
-        text = env.get(flag_variable(flag), "")
+        attribute = flag.strip("-").replace("-", "_")
+        variable_text = env.get(flag_variable(flag), "")
         if option.action == "store_true":  # a switch, such as --verbose
-            values[name] = _is_on(flag, env)
+            defaults[attribute] = _is_on(flag, env)
         elif option.action == "append":
             # If an option can be repeated, its variable contains the values separated by commas.
-            values[name] = [part for part in text.split(",") if part]
-        elif text:
-            values[name] = _VariableValue(option, text)
-    return values
+            defaults[attribute] = [part for part in variable_text.split(",") if part]
+        elif variable_text:
+            defaults[attribute] = _VariableValue(option, variable_text)
+    return defaults
 
 
 def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[str]) -> LaunchOptions:

@@ -195,8 +195,10 @@ def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Inte
         return
     states = "; ".join(sockets.state_of(interface) for interface in interfaces)
     names = [interface.name for interface in interfaces]
-    value = sockets.format_interfaces(names, plan.facts)
-    plan.set_variable(sockets.NCCL, value, f"NCCL's bootstrap uses the fabric's interfaces: {states}")
+    interface_list = sockets.format_interfaces(names, plan.facts)
+    plan.set_variable(
+        sockets.NCCL, interface_list, f"NCCL's bootstrap uses the fabric's interfaces: {states}"
+    )
     plan.set_variable(sockets.GLOO, names[0], f"Gloo uses only one interface: {states}")
 
 
@@ -326,7 +328,9 @@ def _compare_with_recipe(plan: FabricPlanBuilder, reason: str, rate_Gbps: float 
         used = ", ".join(f"{port.name} {port.rate}" for port in ports.ports_in_use(plan)) or "no RDMA port"
         # A decision about a port has the port's name as its value, such as "mlx5_0:1". If such a decision is
         # not used, NCCL does not use the port.
-        unused = ", ".join(item.value for item in plan.decisions if not item.used and ":" in item.value)
+        unused = ", ".join(
+            decision.value for decision in plan.decisions if not decision.used and ":" in decision.value
+        )
         if unused:
             used += f"; left out: {unused}"
         plan.add_warning(

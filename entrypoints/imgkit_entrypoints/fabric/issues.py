@@ -74,7 +74,7 @@ def _collect_node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
     cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
     # Slurm writes the tasks per node of the job step as "4(x2),3". The number for the first node is enough.
     tasks = re.match(r"[0-9]{1,9}", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    values = {
+    fact_texts = {
         **dict.fromkeys(FACTS, ""),
         "arch": facts.arch,
         "cuda": cuda,
@@ -96,7 +96,7 @@ def _collect_node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
         "ucx": env.get("OPENUCX_VERSION", ""),
     }
     # The evidence for a value, such as the path of the file that shows it.
-    sources = {
+    evidence_by_fact = {
         "cuda_driver": cuda,
         "gpu": "the recipe",
         "nccl": facts.nccl_source,
@@ -105,18 +105,18 @@ def _collect_node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
     }
     if facts.gpu_devices:
         # The dict keeps each model once, in the order of the devices.
-        values["gpu"] = ", ".join({device.model: None for device in facts.gpu_devices})
-        sources["gpu"] = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
+        fact_texts["gpu"] = ", ".join({device.model: None for device in facts.gpu_devices})
+        evidence_by_fact["gpu"] = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
     net_plugin = _find_net_plugin(plan)
     if net_plugin:
-        values["aws_ofi_nccl"], values["plugin_opens"] = net_plugin.version, net_plugin.opens
-        sources["aws_ofi_nccl"] = sources["plugin_opens"] = net_plugin.path
+        fact_texts["aws_ofi_nccl"], fact_texts["plugin_opens"] = net_plugin.version, net_plugin.opens
+        evidence_by_fact["aws_ofi_nccl"] = evidence_by_fact["plugin_opens"] = net_plugin.path
     libfabric = _find_library(plan, "libfabric.so.1")
     if libfabric:
-        values["libfabric"], sources["libfabric"] = libfabric.version, libfabric.path
+        fact_texts["libfabric"], evidence_by_fact["libfabric"] = libfabric.version, libfabric.path
     node_facts = {}
-    for name, text in values.items():
-        node_facts[name] = Value(text, _quote_fact(name, text, sources.get(name, "")))
+    for name, fact_text in fact_texts.items():
+        node_facts[name] = Value(fact_text, _quote_fact(name, fact_text, evidence_by_fact.get(name, "")))
     return node_facts
 
 

@@ -62,9 +62,9 @@ def set_library_path(plan: FabricPlanBuilder) -> None:
         additions.append(f"{folder} with {', '.join(plan.links)} of the host")
     if not additions:
         return
-    value = ":".join(dict.fromkeys((*folders, *current.image)))  # each folder once
+    new_path = ":".join(dict.fromkeys((*folders, *current.image)))  # each folder once
     # Replace the value even if the user has set it: it still contains the user's folders.
-    plan.replace_variable(VARIABLE, value, f"adds {' and '.join(additions)}; the rest is as it was")
+    plan.replace_variable(VARIABLE, new_path, f"adds {' and '.join(additions)}; the rest is as it was")
 
 
 def links_folder(links: Mapping[str, str]) -> str:

@@ -99,10 +99,10 @@ def _describe_tcp(plan: FabricPlanBuilder, rdma_rate_Gbps: float | None) -> str:
     if not interface.speed_Mbps:
         return f"{interface.name} carries less, at an unknown rate"
     rate_Gbps = interface.speed_Mbps / 1000
-    text = f"{interface.name} carries {rate_Gbps:g} Gbit/s at most"
+    sentence_end = f"{interface.name} carries {rate_Gbps:g} Gbit/s at most"
     if rdma_rate_Gbps and rdma_rate_Gbps > rate_Gbps:
-        text += f" ({rdma_rate_Gbps / rate_Gbps:.3g} times less)"
-    return text
+        sentence_end += f" ({rdma_rate_Gbps / rate_Gbps:.3g} times less)"
+    return sentence_end
 
 
 def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
@@ -112,13 +112,13 @@ def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
     """
     counts = []  # in the order of SOCKET_COUNTS: threads, and sockets for each thread
     for name in sockets.SOCKET_COUNTS:
-        text = plan.worker_value(name)
-        if text is None:
+        count_text = plan.worker_value(name)
+        if count_text is None:
             continue
-        if re.fullmatch(r"\s*\d+\s*", text):
-            counts.append(int(text))
+        if re.fullmatch(r"\s*\d+\s*", count_text):
+            counts.append(int(count_text))
         else:
-            problem = f"{name}={text!r} is not a number: NCCL reads 0"
+            problem = f"{name}={count_text!r} is not a number: NCCL reads 0"
             yield Finding(problem, f"set a number, or {plan.unset_hint(name)}")
     if len(counts) < 2:  # a number is wrong, or NCCL chooses it itself
         return
@@ -208,7 +208,7 @@ def _check_hcas(plan: FabricPlanBuilder) -> Findings:
     # Compare the value with imgkit's own choice, which has a reason against each port that it leaves out.
     choice = ports.choose_ports(plan)
     fix = f"set {ports.HCA}={ports.format_hcas(choice.selected)}, or {plan.unset_hint(ports.HCA)}"
-    reasons = {item.port.name: item.reason for item in choice.unused}
+    reasons = {unused_port.port.name: unused_port.reason for unused_port in choice.unused}
     for port in used:
         if port.name in reasons:
             yield Finding(f"{description} also selects {port.name} ({reasons[port.name]})", fix)
@@ -392,8 +392,10 @@ def _check_choice(plan: FabricPlanBuilder, variable: str, item: str, choices: tu
     similar = _find_closest_choice(item, choices, 0.5)
     if similar:
         # Replace the complete item only: in "Tree,Tre" the item "Tre" must not change "Tree" to "Treee".
-        value = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", similar, plan.worker_value(variable) or "")
-        fix = f"set {variable}='{value}', or {fix}"
+        corrected_value = re.sub(
+            rf"(?<!\w){re.escape(item)}(?!\w)", similar, plan.worker_value(variable) or ""
+        )
+        fix = f"set {variable}='{corrected_value}', or {fix}"
     yield Finding(problem, fix)
 
 

@@ -257,8 +257,8 @@ def set_hcas(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     states = []
     for port in choice.selected:
         states.append(f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}")
-    value = format_hcas(choice.selected)
-    plan.set_variable(HCA, value, f"the ACTIVE ports of the fabric: {'; '.join(states)}")
+    hca_list = format_hcas(choice.selected)
+    plan.set_variable(HCA, hca_list, f"the ACTIVE ports of the fabric: {'; '.join(states)}")
     report_unused(plan, choice.unused)
     # `set_variable` keeps a value of the user or the recipe, which may select other ports than the choice.
     used = ports_in_use(plan)
@@ -267,7 +267,7 @@ def set_hcas(plan: FabricPlanBuilder) -> tuple[Port, ...]:
         plan.add_warning(
             f"{HCA}={plan.worker_value(HCA)} selects no ACTIVE port of this machine (available: {names}): "
             "NCCL would use TCP",
-            f"{plan.unset_hint(HCA)}, or set {HCA}={value}",
+            f"{plan.unset_hint(HCA)}, or set {HCA}={hca_list}",
         )
     _report_cards(plan, used)
     _warn_slow_ports(plan, used)
@@ -278,8 +278,8 @@ def set_hcas(plan: FabricPlanBuilder) -> tuple[Port, ...]:
 
 def report_unused(plan: FabricPlanBuilder, unused: Iterable[UnusedPort]) -> None:
     """Report the ports that NCCL should not use, each with the reason."""
-    for item in unused:
-        plan.add_decision(HCA, item.port.name, f"left out: {item.reason}")
+    for unused_port in unused:
+        plan.add_decision(HCA, unused_port.port.name, f"left out: {unused_port.reason}")
 
 
 def _find_device(facts: HostFacts, port: Port) -> RdmaDevice:
@@ -491,10 +491,10 @@ def _block_port_without_gid(plan: FabricPlanBuilder, port: Port) -> None:
     If NCCL_IB_GID_INDEX is already set, the user or the recipe has chosen an address deliberately, so the run
     is not blocked.
     """
-    # Drop the image's index first, so that only a deliberate choice counts as a preset below.
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"
+    # Drop the image's index first, so that only a deliberate choice counts as a preset below.
     plan.drop_image_variable(GID_INDEX, reason)
     plan.report_unset(GID_INDEX, "", reason)
     if plan.preset(GID_INDEX) is None:

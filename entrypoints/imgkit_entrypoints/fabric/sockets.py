@@ -175,7 +175,9 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
         value = env.get(variable)
         if value:
             interfaces = MATCHING[variable](value, facts.interfaces)
-            return next((item for item in interfaces if item.running and item.addresses), None)
+            return next(
+                (interface for interface in interfaces if interface.running and interface.addresses), None
+            )
     return None
 
 
@@ -200,12 +202,12 @@ def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Int
             plan.add_blocker(f"{reason}: nodes cannot connect", fix)
         return None
     interface, reason = choice
-    value = format_interfaces([interface.name], plan.facts)
+    interface_list = format_interfaces([interface.name], plan.facts)
     if plan.has_several_nodes:
-        plan.set_variable(NCCL, value, reason)
+        plan.set_variable(NCCL, interface_list, reason)
         plan.set_variable(GLOO, interface.name, reason)
     else:
-        plan.report_unset(NCCL, value, f"one node needs none; several nodes would use it: {reason}")
+        plan.report_unset(NCCL, interface_list, f"one node needs none; several nodes would use it: {reason}")
     return interface
 
 

@@ -61,12 +61,12 @@ def read_numa_cpus(reader: Reader) -> Mapping[int, str]:
 
     NUMA nodes without processors are left out. For example, the memory of a GPU in a GH200 is such a node.
     """
-    lists = {}
+    cpu_lists = {}
     for name in reader.names("/sys/devices/system/node", "node[0-9]{1,4}"):
-        text = reader.text(f"/sys/devices/system/node/{name}/cpulist") or ""
-        if parse_cpu_list(text):
-            lists[int(name.removeprefix("node"))] = text
-    return lists
+        cpu_list = reader.text(f"/sys/devices/system/node/{name}/cpulist") or ""
+        if parse_cpu_list(cpu_list):
+            cpu_lists[int(name.removeprefix("node"))] = cpu_list
+    return cpu_lists
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -92,10 +92,10 @@ def _read_quotas(reader: Reader) -> Iterator[tuple[float, str]]:
     for version, folder in _find_cgroups(reader, "cpu"):
         if version == 2:
             # "150000 100000" is 1.5 processors; "max 100000" is no quota
-            text = reader.text(f"{folder}/cpu.max") or ""
-            match = re.fullmatch(r"([0-9]{1,18}) ([0-9]{1,18})", text)
+            quota_text = reader.text(f"{folder}/cpu.max") or ""
+            match = re.fullmatch(r"([0-9]{1,18}) ([0-9]{1,18})", quota_text)
             if match and int(match[2]):
-                yield int(match[1]) / int(match[2]), f"{folder}/cpu.max: {text}"
+                yield int(match[1]) / int(match[2]), f"{folder}/cpu.max: {quota_text}"
         else:
             quota = reader.number(f"{folder}/cpu.cfs_quota_us")
             period = reader.number(f"{folder}/cpu.cfs_period_us")
@@ -233,7 +233,7 @@ def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
     if has_others and not has_nvidia:
         evidence.append(ONLY_NVIDIA)
     # The result is appended to other evidence, so each part begins with a semicolon.
-    return "".join(f"; {text}" for text in evidence)
+    return "".join(f"; {clause}" for clause in evidence)
 
 
 def find_amd_gpus(reader: Reader) -> str:

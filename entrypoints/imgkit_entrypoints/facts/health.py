@@ -158,10 +158,10 @@ def load_problem(path: str, library_path: str | None = None) -> str:
     # -I isolates Python from the user's PYTHONPATH and site packages.
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
     try:
-        result = _run(sys.executable, "-I", "-c", code, path, env=env)
+        process = _run(sys.executable, "-I", "-c", code, path, env=env)
     except subprocess.TimeoutExpired:
         return f"loading it takes more than {COMMAND_S:g} s"
-    if result.returncode == 0:
+    if process.returncode == 0:
         return ""
-    lines = result.stderr.strip().splitlines()  # the last line of a traceback is the error
-    return lines[-1] if lines else f"exit code {result.returncode}"
+    lines = process.stderr.strip().splitlines()  # the last line of a traceback is the error
+    return lines[-1] if lines else f"exit code {process.returncode}"

@@ -71,15 +71,15 @@ def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tupl
     ------
     UsageError : `HOST_LIBS` is neither ``none`` nor ``auto[:/FOLDER]...``.
     """
-    value = env.get(HOST_LIBS)
-    if value:
-        mode, *folders = value.split(":")
+    setting = env.get(HOST_LIBS)
+    if setting:
+        mode, *folders = setting.split(":")
         if mode not in ("none", "auto") or any(not folder.startswith("/") for folder in folders):
             hint = "auto, auto:/FOLDER:/FOLDER or none"
-            raise UsageError(f"{value!r} is neither none nor auto", where=HOST_LIBS, hint=hint)
+            raise UsageError(f"{setting!r} is neither none nor auto", where=HOST_LIBS, hint=hint)
         if mode == "none":
             return "", ()
-        return f"{HOST_LIBS}={value}", tuple(folders)
+        return f"{HOST_LIBS}={setting}", tuple(folders)
     if recipe.fabric.host_libs != "auto":
         return "", ()
     return f"{SYSTEM_JSON}: fabric.host_libs auto", recipe.runtime.host_libs

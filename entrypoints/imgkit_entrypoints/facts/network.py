@@ -84,12 +84,14 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
     """
     # Each address is removed from this list when it is assigned, so that it is assigned only once.
     unassigned = list(_find_local_addresses(reader.text("/proc/net/fib_trie") or ""))
-    addresses = {"lo": tuple(text for text in unassigned if text.startswith("127."))}
+    addresses = {"lo": tuple(address_text for address_text in unassigned if address_text.startswith("127."))}
     interfaces = _group_interfaces_by_network(reader, names)
     # Small networks come first, so that an address in a /24 is not assigned to a /16 that contains the /24.
     for network in sorted(interfaces, key=lambda network: -network.prefixlen):
-        inside = [text for text in unassigned if ipaddress.IPv4Address(text) in network]
-        unassigned = [text for text in unassigned if text not in inside]
+        inside = [
+            address_text for address_text in unassigned if ipaddress.IPv4Address(address_text) in network
+        ]
+        unassigned = [address_text for address_text in unassigned if address_text not in inside]
         # If there are more addresses than interfaces, begin again with the first interface.
         for address, interface in zip(inside, itertools.cycle(interfaces[network])):
             addresses[interface] = (*addresses.get(interface, ()), address)
@@ -180,7 +182,7 @@ def _find_device_files(reader: Reader) -> dict[str, str]:
 def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
     """Read the RDMA device `name` from sysfs. `verbs` is its device file, or "" if sysfs names none."""
     path = f"{SYSFS}/{name}"
-    numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
+    port_numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
     return RdmaDevice(
         name=name,
         path=path,
@@ -193,7 +195,7 @@ def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
         netdevs=reader.names(f"{path}/device/net"),
         verbs=verbs,
         verbs_opens=bool(verbs) and can_open(reader, verbs),
-        ports=tuple(_read_port(reader, name, int(number)) for number in numbers),
+        ports=tuple(_read_port(reader, name, int(number)) for number in port_numbers),
     )
 
 

@@ -168,9 +168,9 @@ def named_plugins(
     recipe: SystemFacts, env: Mapping[str, str], settings: Sequence[Setting]
 ) -> tuple[str, ...]:
     """Return the files of all network plug-ins that the environment, nccl.conf or the recipe names."""
-    values = [setting.value for setting in settings if setting.name == NET_PLUGIN]
+    conf_values = [setting.value for setting in settings if setting.name == NET_PLUGIN]
     file_names: dict[str, None] = {}  # each name once, in order
-    for value in (env.get(NET_PLUGIN, ""), *values, recipe.env.get(NET_PLUGIN, "")):
+    for value in (env.get(NET_PLUGIN, ""), *conf_values, recipe.env.get(NET_PLUGIN, "")):
         for name in split_plugins(value):
             file_names.update(dict.fromkeys(plugin_files(name)))
     return tuple(file_names)
@@ -347,8 +347,8 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], on_library_path: Nccl) -
     for folder in _list_python_folders():
         # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
-            _, _, text = name.partition("-")
-            version = _version(text)
+            _, _, wheel_version = name.partition("-")
+            version = _version(wheel_version)
             # Another package may have installed the wheel, although torch does not use it.
             if version and _is_linked_to_wheel(reader):
                 return Nccl(version, f"{folder}/{name}", "torch")
@@ -362,11 +362,11 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> Nccl:
     value of NCCL_VERSION, a variable that NVIDIA's images set.
     """
     for folder in library_folders(reader, env):
-        target = reader.target(f"{folder}/libnccl.so.2")
+        real_file = reader.target(f"{folder}/libnccl.so.2")
         # The name libnccl.so.2 is a link, and the name of the file to which it leads has the whole version.
-        match = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target)
+        match = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", real_file)
         if match:
-            return Nccl(match[1], f"{folder}/libnccl.so.2 -> {target}", "image")
+            return Nccl(match[1], f"{folder}/libnccl.so.2 -> {real_file}", "image")
     version = _version(env.get("NCCL_VERSION", ""))
     if not version:
         return Nccl()

@@ -156,11 +156,11 @@ def _combine_parts(parts: Sequence[_NamePart]) -> list[str]:
     # fastest.
     slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
     names = []
-    for numbers in itertools.product(*(parts[index].choices for index in slowest_first)):
-        texts = [part.choices[0] for part in parts]
-        for index, number in zip(slowest_first, numbers, strict=True):
-            texts[index] = number
-        names.append("".join(texts))
+    for chosen_numbers in itertools.product(*(parts[index].choices for index in slowest_first)):
+        part_texts = [part.choices[0] for part in parts]
+        for index, number in zip(slowest_first, chosen_numbers, strict=True):
+            part_texts[index] = number
+        names.append("".join(part_texts))
     return names
 
 

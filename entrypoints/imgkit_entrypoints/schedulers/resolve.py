@@ -111,11 +111,11 @@ def placement_warnings(
     recipe : the scheduler for which the image was built. Empty if there is none.
     """
     is_alone = placement.scheduler == standalone.NAME and placement.direct is None
-    text = missing_launcher_clause(recipe, env)
-    if not text or not is_alone or request.scheduler or request.nnodes:
+    clause = missing_launcher_clause(recipe, env)
+    if not clause or not is_alone or request.scheduler or request.nnodes:
         return ()
     return (
-        f"{text}: only this machine is used. In a job, start the container without --cleanenv. To use one "
+        f"{clause}: only this machine is used. In a job, start the container without --cleanenv. To use one "
         "machine on purpose: --nnodes 1",
     )
 

@@ -296,10 +296,12 @@ def _read_task_counts(env: Environment, nnodes: int) -> Sequence[int]:
     """
     counts_from = env.first_set(FIELDS["tasks"])
     if counts_from:
-        text = env[counts_from]  # "4(x2),3"
-        counts = expand_counts(text, where=counts_from)
+        counts_text = env[counts_from]  # "4(x2),3"
+        counts = expand_counts(counts_text, where=counts_from)
         if len(counts) != nnodes:
-            problem = f"{counts_from} has counts for {len(counts)} nodes, but the step has {nnodes}: {text}"
+            problem = (
+                f"{counts_from} has counts for {len(counts)} nodes, but the step has {nnodes}: {counts_text}"
+            )
             raise NoPlan(problem, where=counts_from)
         return counts
     # Without the counts, all nodes must have the same number of tasks.

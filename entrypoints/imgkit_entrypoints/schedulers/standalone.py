@@ -33,8 +33,8 @@ def find_placement(env: Environment) -> Placement:
         return _find_direct_placement(env)
     # LSF is not supported. But an LSF job on one host is the same as a run on this machine.
     host_file = env.get("LSB_DJOB_HOSTFILE")  # it has a line for each slot, so hosts occur several times
-    text = env.read(host_file) if host_file else None
-    hosts = unique_names((text or "").split())
+    host_lines = env.read(host_file) if host_file else None
+    hosts = unique_names((host_lines or "").split())
     if len(hosts) > 1:
         raise NoPlan(
             f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}): LSF is not supported",

@@ -222,17 +222,17 @@ class Measurer:
         launch = collectives.bind(collective, buffers, self.ranks)
         rank = self.ranks.rank
         count = counts.size_bytes // self.dtype.item_bytes
-        result = collective.result(Shape(count=count, ranks=self.ranks.world_size, rank=rank))
-        total = 0
+        expected_segments = collective.result(Shape(count=count, ranks=self.ranks.world_size, rank=rank))
+        wrong_count = 0
         first_wrong = None
         for iteration in range(counts.verified):
             self._raise_if_stopped(is_slow)
             expected.fill(buffers.input, rank, iteration)
             launch()
             self.ranks.synchronize()
-            total += expected.count_wrong(buffers.output, result, iteration)
-            if total and first_wrong is None:
-                difference = expected.find_first_wrong(buffers.output, result, iteration)
+            wrong_count += expected.count_wrong(buffers.output, expected_segments, iteration)
+            if wrong_count and first_wrong is None:
+                difference = expected.find_first_wrong(buffers.output, expected_segments, iteration)
                 assert difference is not None
                 first_wrong = WrongElement(
                     collective=collective.name,
@@ -243,7 +243,7 @@ class Measurer:
                     expected=f"{difference.expected:g}",
                     actual=f"{difference.actual:g}",
                 )
-        return total, first_wrong
+        return wrong_count, first_wrong
 
     def _raise_if_stopped(self, is_slow: bool) -> None:
         """Raise Stopped on all ranks if the node agent of rank 0 has requested a stop.

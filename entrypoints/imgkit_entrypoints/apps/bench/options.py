@@ -79,10 +79,10 @@ def parse_requirement(text: str) -> Requirement:
             f"{text!r} is neither a percentage of the expected busbw (80%) nor a busbw in GBps (300): "
             "1 GBps is 1e9 bytes per second, so 300 Gbps are 37.5 GBps"
         )
-    value = float(match[1])
+    amount = float(match[1])
     if match[2] == "%":
-        return Requirement(percent=value)
-    return Requirement(GBps=value)
+        return Requirement(percent=amount)
+    return Requirement(GBps=amount)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

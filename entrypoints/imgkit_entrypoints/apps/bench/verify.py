@@ -75,16 +75,16 @@ def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
     nonzero = 1 << 16
     if ranks > dtype.exact:
         nonzero = (dtype.exact << 15) // ranks
-    values = array.array("i")
+    table = array.array("i")
     for index in range(PERIOD):
         bits = _hash(index + 1)
         # The upper half of the hash decides whether the number is 0. Its value depends on the whole hash.
         upper_half = bits >> 16
-        value = 0
+        number = 0
         if upper_half < nonzero:
-            value = bits % modulus
-        values.append(value)
-    return values
+            number = bits % modulus
+        table.append(number)
+    return table
 
 
 def _hash(number: int) -> int:

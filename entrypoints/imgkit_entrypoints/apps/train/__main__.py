@@ -197,10 +197,10 @@ def _refuse_other_options(config: Config, ranks: Ranks) -> None:
 
     With different options, the ranks would train different models, or wait for each other forever.
     """
-    rows = ranks.gather(_list_shared_options(config))
+    options_by_rank = ranks.gather(_list_shared_options(config))
     differences = []
-    for name in rows[0]:
-        values = [str(row[name]) for row in rows]
+    for name in options_by_rank[0]:
+        values = [str(rank_options[name]) for rank_options in options_by_rank]
         if len(set(values)) > 1:
             differences.append(f"{name}: {ranks_by_value(values)}")
     if differences:
@@ -297,11 +297,11 @@ def load_data(config: Config, split: str) -> Any:
     seed = config.seed if split == "train" else seed_of(config.seed, split)
     seed_everything(seed)
     load = _load_function(config.data, plugins.DATA, datasets.load_built_in)
-    data = load(config, split)
-    has_samples = hasattr(data, "__getitem__") or hasattr(data, "batch")
-    if not hasattr(data, "__len__") or not has_samples:
-        raise _make_type_error(config.data, data, plugins.DATA)
-    return data
+    samples = load(config, split)
+    has_samples = hasattr(samples, "__getitem__") or hasattr(samples, "batch")
+    if not hasattr(samples, "__len__") or not has_samples:
+        raise _make_type_error(config.data, samples, plugins.DATA)
+    return samples
 
 
 def _make_type_error(name: str, value: object, contract: plugins.Contract) -> UsageError:

@@ -134,10 +134,10 @@ def _find_source(module: str) -> Path | None:
     if module.endswith(".py"):
         return Path(module)
     search_path: list[str] = [*sys.path, str(Path.cwd())]
-    parts = module.split(".")
+    name_parts = module.split(".")
     spec = None
-    for depth in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]), search_path)
+    for depth in range(1, len(name_parts) + 1):
+        spec = PathFinder.find_spec(".".join(name_parts[:depth]), search_path)
         if spec is None:
             return None
         search_path = list(spec.submodule_search_locations or ())  # empty if it is a module and no package
@@ -169,8 +169,8 @@ def load(text: str, contract: Contract) -> Callable[..., Any]:
         ) from error
     if not callable(function):
         raise UsageError(f"{name} is not a function", where=text, hint=f"expected {contract.signature}")
-    result: Callable[..., Any] = function
-    return result
+    loaded: Callable[..., Any] = function
+    return loaded
 
 
 def _import_source(source: str) -> Any:

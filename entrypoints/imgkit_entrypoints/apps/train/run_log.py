@@ -208,17 +208,17 @@ class RunLog:
         values : the values that are written to ``metrics.jsonl``.
         left_s : estimated time until the end of the run, in seconds.
         """
-        texts = [self._progress(step), _format_number("loss", values["loss"], ".6f")]
+        columns = [self._progress(step), _format_number("loss", values["loss"], ".6f")]
         for name, value in values["numbers"].items():
-            texts.append(_format_number(name, value, ".6g"))
+            columns.append(_format_number(name, value, ".6g"))
         rate = values["samples_per_s"]
-        texts.append(f"{rate:.0f} samples/s ({rate / self._ranks:.0f} per rank)")
-        texts.append(f"data {values['data_wait']:.0%}")
-        texts.append(f"{values['memory_MiB']:.0f} MiB")
+        columns.append(f"{rate:.0f} samples/s ({rate / self._ranks:.0f} per rank)")
+        columns.append(f"data {values['data_wait']:.0%}")
+        columns.append(f"{values['memory_MiB']:.0f} MiB")
         if self._skipped:
-            texts.append(f"{self._skipped} skipped")
-        texts.append(f"{format_duration(left_s)} left")
-        return "  ".join(texts)
+            columns.append(f"{self._skipped} skipped")
+        columns.append(f"{format_duration(left_s)} left")
+        return "  ".join(columns)
 
     def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
         """Write the last line of progress, the summary of this start, and the charts.

@@ -395,9 +395,9 @@ class StepSums:
         seconds = torch.zeros(1 + self.ranks.world_size, dtype=sums.dtype)
         seconds[0] = step_times.wait_s
         seconds[1 + self.ranks.rank] = step_times.own_s
-        numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
+        rank_sums = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
         self.trainer.reset_sums()
-        return numbers
+        return rank_sums
 
     def arrived(self, exchange: Agreed) -> None:
         """Convert the sums over all ranks to means, and pass them to `on_sums`.
@@ -416,21 +416,21 @@ class StepSums:
             own_s = ()
         averages = [total / world_size for total in exchange.sums[:-world_size]]
         # The order is that of `Trainer.sums`, and of `take`, which appends the times.
-        skipped, norm, *numbers, wait_s = averages
+        skipped, norm, *mean_numbers, wait_s = averages
         self.on_sums(
             LatestSteps(
                 step=exchange.step,
                 steps=exchange.steps,
                 skipped=round(skipped),
                 seconds=exchange.seconds,
-                sums=tuple(numbers),
+                sums=tuple(mean_numbers),
                 grad_norm=norm,
                 own_s=own_s,
                 wait_s=wait_s,
             )
         )
         # The check comes last, so that the log shows the loss that ends the run.
-        loss, *_ = numbers
+        loss, *_ = mean_numbers
         if not math.isfinite(loss):
             raise LossIsNoNumber(
                 "a loss is not a number", hint="try a smaller --lr, --clip 1, or --on-nan skip"

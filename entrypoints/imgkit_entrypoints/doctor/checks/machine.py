@@ -286,5 +286,5 @@ def report_nccl(node: CheckedNode) -> Iterator[Check]:
         fix = "set the version, for example: IMGKIT_NCCL_VERSION=2.20.5"
         yield Check("nccl", "unknown", "there is no libnccl.so.2 and no NCCL wheel", fix)
     if facts.nccl_settings:
-        settings = (f"{item.name}={item.value} ({item.path})" for item in facts.nccl_settings)
+        settings = (f"{setting.name}={setting.value} ({setting.path})" for setting in facts.nccl_settings)
         yield Check("nccl.conf", "ok", ", ".join(settings))

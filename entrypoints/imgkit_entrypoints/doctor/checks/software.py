@@ -94,11 +94,11 @@ def check_variables(node: CheckedNode) -> Iterator[Check]:
 
     A misspelled variable has no effect, and no library reports it.
     """
-    settings = {item.name: item.value for item in node.facts.nccl_settings}
+    settings = {setting.name: setting.value for setting in node.facts.nccl_settings}
     # The last value of a name counts: the environment overrides nccl.conf, which overrides the recipe.
     env = {**node.system.env, **settings, **node.env}
-    for text, fix in absent_files(node.reader, env):
-        yield Check("variables", "warn", text, fix)
+    for problem, fix in absent_files(node.reader, env):
+        yield Check("variables", "warn", problem, fix)
     for name in lint.unknown_names(env):
         # `report_network` already warns about names that are similar to a known name. Names that begin with
         # TORCH_ are left out, because other packages use this prefix, too.
