@@ -190,6 +190,7 @@ def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Inte
 
     On one node, nothing is set. Interfaces that do not exist on this node are dropped in either case.
     """
+    # Otherwise, `set_variable` below would keep such a value of the recipe.
     sockets.drop_absent_interfaces(plan)
     if not plan.has_several_nodes:
         return

@@ -151,6 +151,7 @@ def _find_library(plan: FabricPlanBuilder, name: str) -> Library | Candidate | N
     library. Otherwise they load the image's.
     """
     if name in plan.links and plan.facts.host_libraries:
+        # Compare files, because a link may have another name than the file on the host.
         for candidate in plan.facts.host_libraries.host:
             if candidate.target == plan.links[name]:
                 return candidate

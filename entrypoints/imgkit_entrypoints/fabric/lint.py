@@ -92,6 +92,7 @@ def _describe_tcp(plan: FabricPlanBuilder, rdma_rate_Gbps: float | None) -> str:
     For example ``eth0 carries 25 Gbit/s at most (16 times less)``. The comparison with the rate of RDMA is
     left out if either rate is unknown.
     """
+    # The same choice as for a run that uses TCP: the fabric's own interfaces come first.
     best = sockets.best_interface(plan, sockets.usable_names(plan.facts, "hsn", "ib"))
     if best is None:
         return "no interface carries less, at an unknown rate"
