@@ -310,6 +310,7 @@ def run_forked_worker(*argv: str) -> None:
     popen_fork.Popen.terminate = _ORIGINAL_TERMINATE  # type: ignore[method-assign]
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    # Run on the processors near this rank's GPU.
     cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
     module = _find_own_module(argv)
     if module:

@@ -288,6 +288,7 @@ def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
         for _ in range(count):
             launch()
         return time.perf_counter() - start_s
+    # On a GPU, a launch only queues the work. An event is queued, too, and records when the GPU reaches it.
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record()

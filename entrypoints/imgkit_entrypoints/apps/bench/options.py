@@ -211,7 +211,7 @@ def read_options(args: Sequence[str] | None = None) -> BenchOptions:
     add_options(parser, OPTIONS)
     parsed = parser.parse_args(args)
     refuse_unused(parser, parsed, NEEDS)
-    if parsed.size_bytes is not None:
+    if parsed.size_bytes is not None:  # a single size is a range of one size
         parsed.min_bytes = parsed.max_bytes = parsed.size_bytes
     if parsed.max_bytes is not None and parsed.max_bytes < parsed.min_bytes:
         parser.error(f"--max {parsed.max_bytes} is below --min {parsed.min_bytes}")

@@ -216,7 +216,7 @@ def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int) -> 
     All ranks must call this function.
     """
     writer = run.wait()
-    if report is None:
+    if report is None:  # only rank 0 has a log
         return
     report.close(
         step=run.step,
@@ -294,6 +294,7 @@ def load_data(config: Config, split: str) -> Any:
 
     If samples are generated at random, they are the same on every rank but differ between splits.
     """
+    # A function of the user may draw random numbers, so set the seed before it is called.
     seed = config.seed if split == "train" else seed_of(config.seed, split)
     seed_everything(seed)
     load = _load_function(config.data, plugins.DATA, datasets.load_built_in)

@@ -88,7 +88,7 @@ class MainLoop:
         A request to stop, a failed save or a loss that is not finite may end the run earlier.
         """
         try:
-            with self.run:
+            with self.run:  # saves the state when the block ends
                 self._take_steps(steps, config, workload)
         except (LossIsNoNumber, NotSaved) as error:
             return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")

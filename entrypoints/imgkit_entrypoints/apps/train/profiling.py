@@ -107,6 +107,7 @@ class WorkClock:
 
     def start_step(self) -> None:
         """Record that the forward pass of a step begins."""
+        # A mean of a few steps is enough, so the time of later steps is not measured.
         self._is_running = self._is_on and len(self._timed) < MAX_STEPS
         if self._is_running:
             self._work = []
@@ -122,6 +123,7 @@ class WorkClock:
     def end_step(self) -> None:
         """Record that the gradients of all ranks are added up, which ends the wait."""
         if self._is_running and self._ready is not None:
+            # Own work ends when the last gradient is ready. From then on, this rank waits for the others.
             work = [*self._work, (self._start, self._ready)]
             self._timed.append((work, (self._ready, self._take_timestamp())))
         self._is_running = False
@@ -134,7 +136,7 @@ class WorkClock:
         a sum that the GPU has computed after them.
         """
         latest_steps = self._timed
-        self._timed = []
+        self._timed = []  # `start_step` measures again only if this list is not full
         steps = latest_steps
         if self._is_cuda:
             steps = self._pending

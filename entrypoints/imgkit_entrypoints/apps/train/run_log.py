@@ -115,9 +115,10 @@ class RunLog:
         if math.isnan(self._first_loss):
             self._first_loss = latest.loss
         self._skipped += latest.skipped
-        self._unwritten.append(latest)
+        self._unwritten.append(latest)  # for the means of the next line
         self._training_s += latest.seconds
         self._trained_steps += latest.steps
+        # This also prints which ranks have become slow. Every call counts as a comparison.
         self._usual_s = self._stragglers.judge(latest.step, latest.own_s)
         # In addition, the first and the last step always get a line.
         is_due = latest.step % self._config.log_every == 0
@@ -177,6 +178,7 @@ class RunLog:
             "skipped": self._skipped,
         }
         self._metrics.add(values)
+        # Loggers get the step as an argument. Each of the user's numbers gets a key of its own.
         self._loggers.log(values.pop("step"), {**values, **numbers})
         # The estimate of the remaining time also includes evaluations and saves.
         elapsed_s = time.perf_counter() - self._start_s

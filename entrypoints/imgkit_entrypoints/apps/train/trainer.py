@@ -105,6 +105,8 @@ class Trainer:
         ------
         UsageError : the user's step does not return a loss, optionally with numbers.
         """
+        # The pass changes buffers, such as the means of batch normalization, and the state of random numbers.
+        # Both are restored below, so that the run is the same as without it.
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
         state = random_state.capture()
         if self._config.compile:
@@ -113,6 +115,7 @@ class Trainer:
         with self._autocast:
             loss, numbers = _split_step_result(self._loss(self.model, micro_batch.batch))
         self._refuse_no_numbers(loss, numbers)
+        # Only now are the names of the user's numbers known, of which the sums need a place for each.
         self._open_sums(tuple(numbers))
         self._clock.run_first_backward(self._parameters, loss.backward)
         self._drop_gradients()
@@ -291,6 +294,7 @@ def _split_step_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
 
     The result is either a loss, or a tuple of a loss and numbers.
     """
+    # Any other tuple is returned as the loss, and `_refuse_no_numbers` reports it as a mistake.
     if isinstance(result, tuple) and len(result) == 2:
         loss, numbers = result
         if isinstance(numbers, Mapping):
