@@ -92,7 +92,7 @@ def _put_head_on_fast_network(placement: Placement, suffix: str) -> Placement:
     hosts_from = placement.source.get("hosts", "")
     if not suffix or not placement.head or hosts_from not in slurm.FIELDS["hosts"]:
         return placement
-    if placement.source["head"] != hosts_from:
+    if placement.source["head"] != hosts_from:  # the user has named the head
         return placement
     name, dot, domain = placement.head.partition(".")
     source = {**placement.source, "head": f"{hosts_from}, with the system's fabric.head_suffix {suffix!r}"}
