@@ -427,6 +427,7 @@ def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> s
     is_trusted = _is_trusted if trusts_folder or os.geteuid() == 0 else _is_own
     try:
         status = os.lstat(path)
+        # `is_trusted` may look up the owner of `folder`, which can fail as well.
         return "" if is_trusted(status, folder) else str(status.st_uid)
     except OSError:
         return ""

@@ -280,6 +280,7 @@ def _name(names: bytes, offset: int) -> str:
     if offset >= len(names) or end < 0:
         raise NotShared("names something outside its table of names")
     text = names[offset:end].decode("utf-8", "backslashreplace")
+    # Names are printed in reports, and a control character could change what a terminal shows.
     if not text.isprintable():
         raise NotShared("has a name with control characters")
     return text
