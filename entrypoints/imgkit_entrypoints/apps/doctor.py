@@ -278,7 +278,7 @@ def main() -> None:
     import torch.distributed as dist
 
     options = parse_options()
-    # If this process hangs in a library, no Python code can end it, the kernel ends it by SIGALRM.
+    # If this process hangs in a library, no Python code can end it. Then the kernel ends it by SIGALRM.
     signal.alarm(5 * (options.timeout + LATE_S))
     # The store is a server with a table of keys and values that all ranks can reach. The ranks exchange their
     # results over it, because collectives may be what fails.

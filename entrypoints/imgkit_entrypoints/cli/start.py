@@ -69,7 +69,7 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     UsageError : an option is unknown, has a wrong value, or contradicts another.
     """
     assert command.app is not None  # noqa: S101 - the caller branches on it
-    # Some apps have their options in a module of its own, which can be imported without torch.
+    # Some apps have their options in a module of their own, which can be imported without torch.
     app = importlib.import_module(command.options or command.app)
     full_parser = launch_parser(command, env, app.OPTIONS)
     full_parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -227,7 +227,7 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
         else:
             terminal.print_results(*launch_plan.lines())
         return 0
-    # Everything below changes this node or this process, so all checks come before it.
+    # The calls below change this node or this process, so these checks come before them.
     _refuse_impossible_launch(options, launch_plan)
     setup = launch_plan.setup
     link_host_libraries(setup.links)
@@ -444,7 +444,8 @@ def _run_agent(
         address=interface.addresses[0] if interface else "",
         interface=interface.name if interface else "",
     )
-    # Every node has a cache folder. Only with --compile-cache, it is unpacked from a file, and packed again.
+    # With --compile-cache, the cache is filled from a file, and packed into the file after the run. Otherwise
+    # the compiled code just stays on this node.
     cache = launch_plan.setup.cache if options.compile_cache else None
     if cache:
         problem = cache.unpack()

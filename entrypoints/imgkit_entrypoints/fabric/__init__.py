@@ -135,7 +135,7 @@ def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name
 
 def _drop_other_network(plan: FabricPlanBuilder, networks: tuple[str, ...], reason: str) -> None:
     """Drop the image's value of NCCL_NET if it is none of `networks`, which are names in lower case."""
-    # A value of the user or the recipe is a deliberate choice. It is not an image's preset, and is kept.
+    # A value of the user or the recipe is a deliberate choice, so it is kept.
     preset = plan.image_preset("NCCL_NET")
     if preset is None:
         return
