@@ -58,6 +58,7 @@ class Option:
         if self.action in ("store", "append"):
             kind = "choices" if isinstance(self.type, tuple) else "type"
             keywords[kind] = self.type
+        # `unset` describes what happens without the option, if its default is not a simple value.
         default = self.unset or self.default
         if self.action == "store" and default is not None:
             keywords["help"] = f"{self.help} (default: {default})"
@@ -66,13 +67,14 @@ class Option:
 
 def add_options(parser: argparse.ArgumentParser, options: Iterable[Option]) -> None:
     """Add `options` to a parser, with the groups in which the help shows them."""
+    # An option with a heading begins a group, and the options after it belong to the same group.
     group: argparse._ActionsContainer = parser
     exclusive: dict[str, argparse._ActionsContainer] = {}
     for option in options:
         if option.heading:
             group = parser.add_argument_group(option.heading)
         container = group
-        if option.one_of:
+        if option.one_of:  # argparse accepts only one of the options with the same value of `one_of`
             if option.one_of not in exclusive:
                 exclusive[option.one_of] = group.add_mutually_exclusive_group()
             container = exclusive[option.one_of]
@@ -122,9 +124,10 @@ class Parser(argparse.ArgumentParser):
         except UsageError as error:
             # argparse takes the value of an unknown option for a positional argument, and its error is about
             # that argument. The error should name the unknown option instead.
+            # argparse's message begins with the name of the argument, which shows this case.
             positionals = [action for action in self._actions if not action.option_strings]
             prefixes = tuple(f"argument {action.metavar}:" for action in positionals)
-            unknown = self._unknown_flags(argv)
+            unknown = self._find_unknown_flags(argv)
             if unknown and str(error).startswith(prefixes):
                 self.error(self._describe_unknown(unknown))
             raise
@@ -132,7 +135,7 @@ class Parser(argparse.ArgumentParser):
             self.error(self._describe_unknown(unknown))
         return options
 
-    def _unknown_flags(self, argv: Sequence[str]) -> list[str]:
+    def _find_unknown_flags(self, argv: Sequence[str]) -> list[str]:
         """Return the arguments that look like a long option that this parser does not have."""
         flags = {*self._option_string_actions, "--"}
         return [arg for arg in argv if arg.startswith("--") and arg.partition("=")[0] not in flags]
@@ -148,12 +151,12 @@ class Parser(argparse.ArgumentParser):
             return f"unexpected {noun} {' '.join(args)}"
         noun = "option" if len(options) == 1 else "options"
         message = f"unknown {noun} {', '.join(options)}"
-        similar = self._similar_flags(options)
+        similar = self._find_similar_flags(options)
         if not similar:
             return message
         return f"{message}; did you mean {', '.join(similar)}?"
 
-    def _similar_flags(self, options: Sequence[str]) -> Collection[str]:
+    def _find_similar_flags(self, options: Sequence[str]) -> Collection[str]:
         """Return the visible flags that are similar to `options`.
 
         There is at most one flag for each option, and no flag occurs twice.
@@ -191,6 +194,7 @@ def refuse_unused(
     ------
     UsageError : an option differs from its default, but its condition in `needs` is not met.
     """
+    # An option that was set to its default has no effect either, but this cannot be seen.
     defaults = parser.parse_args([])
     fields = {}  # the attribute for the parsed value, by each spelling of its option: {"--amp": "amp"}
     for action in parser._actions:

@@ -44,6 +44,10 @@ def admit_attempt(folder: Path, job_id: str, attempt: int, run: str) -> str:
 def check_fence(env: Mapping[str, str]) -> None:
     """Check that this worker's attempt is the current one. Workers call this before they write files.
 
+    An attempt is one start of the workers on all nodes. The head (node 0) writes the current one into a file
+    in the run folder. A node that is cut off from the network may still run workers of an earlier attempt,
+    which must not replace files of the current attempt.
+
     Outside of a run, or if the file cannot be read, nothing is checked.
 
     Raises
@@ -63,7 +67,7 @@ def check_fence(env: Mapping[str, str]) -> None:
     if env.get(VARIABLE):
         own.append(env[VARIABLE])
     else:
-        own += current[2:]
+        own += current[2:]  # take it from the file, so that it is equal
     if current != own:
         content = " ".join(current)[:200]
         problem = f"attempt {attempt} of the run is over, {Path(folder) / FILE} says {content!r}"

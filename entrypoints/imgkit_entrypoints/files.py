@@ -59,12 +59,12 @@ def refuse_unusable_folder(path: Path, name: str, *, where: str, hint: str) -> N
     where : place of the error.
     hint : what the user can do.
     """
-    problem = _folder_problem(path)
+    problem = _find_folder_problem(path)
     if problem:
         raise UsageError(f"the {name} cannot be written: {problem}", where=where, hint=hint)
 
 
-def _folder_problem(path: Path) -> str:
+def _find_folder_problem(path: Path) -> str:
     """Return why `path` cannot be a folder to which this user writes, or "" if it can."""
     # Check `path` itself if it exists, or else the nearest existing path above it.
     for folder in (path, *path.parents):
@@ -76,6 +76,7 @@ def _folder_problem(path: Path) -> str:
             return error.strerror or str(error)
         if not stat.S_ISDIR(mode):
             return os.strerror(errno.ENOTDIR)
+        # For a folder above `path`, access is not checked: creating `path` will show whether it is allowed.
         if folder == path and not os.access(path, os.W_OK | os.X_OK):
             return os.strerror(errno.EACCES)
         return ""
@@ -334,7 +335,7 @@ def open_own(path: Path, flags: int = os.O_RDONLY, mode: str = "rb") -> BinaryIO
 
 def _refuse_foreign_file(status: os.stat_result, path: Path) -> None:
     """Raise PermissionError if the file with this status is not trusted (see `foreign_file_reason`)."""
-    reason = _foreign_status_reason(status, path.parent)
+    reason = _explain_foreign_status(status, path.parent)
     if reason:
         raise PermissionError(errno.EPERM, reason, str(path))
 
@@ -370,12 +371,15 @@ def make_links(folder: Path, links: Mapping[str, str]) -> None:
     try:
         for name, target in links.items():
             (temporary / name).symlink_to(target)
-        with contextlib.suppress(OSError):  # another process of this user may have made `folder`
+        # Renaming fails if the folder exists, because another process of this user may have made it. Then its
+        # links are checked below.
+        with contextlib.suppress(OSError):
             temporary.rename(folder)
             return
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     status = os.lstat(folder)
+    # Others can predict the folder's path. So another user may have made it, with links to other files.
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     others_can_write = status.st_mode & 0o022
     if is_own and not others_can_write:
@@ -409,7 +413,7 @@ def foreign_file_reason(path: Path) -> str:
     ------
     OSError : the file does not exist, or cannot be accessed.
     """
-    return _foreign_status_reason(os.lstat(path), path.parent)
+    return _explain_foreign_status(os.lstat(path), path.parent)
 
 
 def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> str:
@@ -423,12 +427,13 @@ def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> s
     is_trusted = _is_trusted if trusts_folder or os.geteuid() == 0 else _is_own
     try:
         status = os.lstat(path)
+        # `is_trusted` may look up the owner of `folder`, which can fail as well.
         return "" if is_trusted(status, folder) else str(status.st_uid)
     except OSError:
         return ""
 
 
-def _foreign_status_reason(status: os.stat_result, folder: Path) -> str:
+def _explain_foreign_status(status: os.stat_result, folder: Path) -> str:
     """Return why a file in `folder` with this status is not trusted, or "" if it is trusted.
 
     The docstring of `foreign_file_reason` contains the rules.
@@ -451,10 +456,10 @@ def _is_trusted(status: os.stat_result, folder: Path) -> bool:
 
 def _is_own(status: os.stat_result, folder: Path) -> bool:
     """Return whether the owner is this user or root, or the user to whom NFS assigns new files."""
-    return status.st_uid in (os.geteuid(), 0) or status.st_uid == _owner_of_new_files(folder)
+    return status.st_uid in (os.geteuid(), 0) or status.st_uid == _find_owner_of_new_files(folder)
 
 
-def _owner_of_new_files(folder: Path) -> int:
+def _find_owner_of_new_files(folder: Path) -> int:
     """Return the user who owns a file that this process creates in `folder`.
 
     To find out, a file is created and removed at once. On NFS, its owner may differ from the user of the

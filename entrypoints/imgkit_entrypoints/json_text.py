@@ -221,6 +221,7 @@ def _find_reader(hint: Any, closed: bool) -> _Reader:
     if origin is typing.Annotated:
         rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
         return _check_rules(_find_reader(args[0], closed), rules)
+    # The types are those that imgkit's dataclasses use. Of unions, only "X | None" is supported.
     if type(None) in args:  # for "X | None", `args` contains X and the type of None, so `args[0]` is X
         read_value = _find_reader(args[0], closed)
         return lambda value: None if value is None else read_value(value)
@@ -239,7 +240,7 @@ def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
 
     def read_typed(value: Any) -> Any:
         if type(value) is not json_type:  # isinstance would accept True as an int
-            raise _misfit(value, _NOUNS.get(json_type, "an object"))
+            raise _describe_misfit(value, _NOUNS.get(json_type, "an object"))
         return value if build is None else build(value)
 
     return read_typed
@@ -255,7 +256,7 @@ def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
     def read_checked(value: Any) -> Any:
         """Build a value and apply the rules. Raise `_Misfit` if a rule is broken."""
         value = read_value(value)
-        if value is None:
+        if value is None:  # the value is optional and not set
             return None
         try:
             for rule in rules:
@@ -271,7 +272,7 @@ def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
 def _read_choice(allowed: tuple[Any, ...], value: Any) -> Any:
     """Return `value` if it is one of the `allowed` values of a ``Literal``. Otherwise raise `_Misfit`."""
     if value not in allowed:
-        raise _misfit(value, " or ".join(allowed))
+        raise _describe_misfit(value, " or ".join(allowed))
     return value
 
 
@@ -282,11 +283,11 @@ def _find_builder(hint: Any, closed: bool) -> _Reader | None:
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
-        return _object_builder(hint, closed)
+        return _make_object_builder(hint, closed)
     if origin is collections.abc.Mapping:
-        return _mapping_builder(_find_reader(args[0], closed), _find_reader(args[1], closed))
+        return _make_mapping_builder(_find_reader(args[0], closed), _find_reader(args[1], closed))
     if origin in (tuple, list):
-        return _list_builder(origin, [_find_reader(arg, closed) for arg in args if arg is not Ellipsis])
+        return _make_list_builder(origin, [_find_reader(arg, closed) for arg in args if arg is not Ellipsis])
     return Path if hint is Path else None
 
 
@@ -306,7 +307,7 @@ def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> di
     return parts
 
 
-def _mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
+def _make_mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
     def build_mapping(values: dict[str, Any]) -> Any:
         parts = _read_parts(values, dict.fromkeys(values, read_value))
         return {read_key(name): value for name, value in parts.items()}
@@ -314,19 +315,20 @@ def _mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
     return build_mapping
 
 
-def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
+def _make_list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     """Return a function that builds a list or tuple (`origin`) from an array.
 
     A single reader is used for all items. If there are several readers, each reads one item, so the array
     must have the same length.
     """
+    # tuple[int, ...] and list[int] have one reader, and tuple[int, str] has two.
     is_fixed = len(readers) > 1
 
     def build_list(values: list[Any]) -> Any:
         """Build all items. If an item does not fit, prepend its index to the path in the error."""
         item_readers = readers if is_fixed else [readers[0]] * len(values)
         if len(values) != len(item_readers):
-            raise _misfit(values, f"a list of {len(readers)}")
+            raise _describe_misfit(values, f"a list of {len(readers)}")
         items: list[Any] = []
         try:
             for read_item, value in zip(item_readers, values, strict=True):
@@ -339,7 +341,7 @@ def _list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
     return build_list
 
 
-def _object_builder(owner: Any, closed: bool) -> _Reader:
+def _make_object_builder(owner: Any, closed: bool) -> _Reader:
     """Return a function that builds the dataclass `owner` from a JSON object.
 
     The function refuses an object in which a field without a default is missing. With `closed`, it also
@@ -356,20 +358,20 @@ def _object_builder(owner: Any, closed: bool) -> _Reader:
     def build_object(values: dict[str, Any]) -> Any:
         """Build the dataclass. Fields without a value in the object get their defaults."""
         # A value with a wrong type is reported before a missing field or an unknown key.
-        parts = _read_parts(values, readers)
+        fields = _read_parts(values, readers)  # only the keys that are fields
         for name in required:
-            if name not in parts:
+            if name not in fields:
                 raise _Misfit(f" is not complete: it has no {name}")
         if closed:
             for name in values:
                 if name not in readers:
                     raise _Misfit(f".{name} is an unknown key")
-        return owner(**parts)
+        return owner(**fields)
 
     return build_object
 
 
-def _misfit(value: Any, noun: str) -> _Misfit:
+def _describe_misfit(value: Any, noun: str) -> _Misfit:
     """Return the error about a value that is not a `noun`, such as ``is "4", not a whole number``."""
     return _Misfit(f" is {json.dumps(value, default=str)[:200]}, not {noun}")
 

@@ -93,10 +93,10 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
     ValueError : the text is not a condition, or contains a fact that does not exist.
     """
     comparisons = []
-    for text in condition.split(" or "):
-        match = _CONDITION.fullmatch(text.strip())
+    for comparison_text in condition.split(" or "):
+        match = _CONDITION.fullmatch(comparison_text.strip())
         if match is None:
-            raise ValueError(f"{text.strip()!r} is not a condition")
+            raise ValueError(f"{comparison_text.strip()!r} is not a condition")
         comparison = Comparison(*match.groups())
         for name in comparison.names:
             if not name.startswith("$") and name not in FACTS:
@@ -115,6 +115,7 @@ def _check_operand(comparison: Comparison) -> None:
         raise ValueError(f"{operand!r} is none of {', '.join(states)}")
     if comparison.operator == "matches":
         _check_pattern(operand)
+    # An operand in braces is another fact, whose value is only known on a node.
     if comparison.operator in ("<", ">=") and not operand.startswith("{") and not _VERSION.match(operand):
         raise ValueError(f"{operand!r} is not a version")
 
@@ -218,21 +219,21 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     unknown: dict[str, None] = {}
     for condition in issue.when:
         comparisons = parse_condition(condition)
-        states = [_is_true(comparison, lookup) for comparison in comparisons]
+        states = [_evaluate_comparison(comparison, lookup) for comparison in comparisons]
         if True in states:  # the comparisons are alternatives, so a single true one is enough
             comparison = comparisons[states.index(True)]
             evidence.update(dict.fromkeys(lookup(name).evidence for name in comparison.names))
         elif None in states:
-            unknown.update(dict.fromkeys(_unknown_names(comparisons[states.index(None)], lookup)))
-        else:
-            values = dict.fromkeys(lookup(comparison.name).evidence for comparison in comparisons)
-            return IssueResult(issue, "no match", f"needs {condition} ({', '.join(values)})")
+            unknown.update(dict.fromkeys(_list_unknown_names(comparisons[states.index(None)], lookup)))
+        else:  # all alternatives are false, so the result is certain
+            seen_values = dict.fromkeys(lookup(comparison.name).evidence for comparison in comparisons)
+            return IssueResult(issue, "no match", f"needs {condition} ({', '.join(seen_values)})")
     if unknown:
         return IssueResult(issue, "unknown", f"unknown: {', '.join(unknown)}")
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
 
 
-def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
+def _list_unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
     """Return the names of the unknown facts in a comparison, as messages show them.
 
     For ``driver < {cuda_driver}`` with a known driver, only ``first driver for this CUDA`` is returned.
@@ -242,27 +243,34 @@ def _unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
     return [FACTS.get(name, name) for name in unknown]
 
 
-def _is_true(comparison: Comparison, lookup: Lookup) -> bool | None:
-    """Return whether a comparison, such as ``nccl < 2.29.3``, is true. Return None if a value is unknown."""
-    value, operand = lookup(comparison.name), comparison.operand
-    if not value.is_known:
+def _evaluate_comparison(comparison: Comparison, lookup: Lookup) -> bool | None:
+    """Return whether a comparison, such as ``nccl < 2.29.3``, is true. Return None if a value is unknown.
+
+    Parameters
+    ----------
+    lookup : returns the value of a fact, such as ``nccl``, or of a variable, such as ``$NCCL_ALGO``.
+    """
+    left, right = lookup(comparison.name), comparison.operand
+    # Outside of a node, some variables are unknown. A variable that is not set is known: its text is "".
+    if not left.is_known:
         return None
     if comparison.operator == "is":
-        if operand == "requested":
-            return value.is_requested
+        if right == "requested":
+            return left.is_requested
         # "unset" for a variable and "unknown" for a fact both mean that the text is empty.
-        return (value.text != "") == (operand == "set")
-    if operand.startswith("{"):
-        operand = lookup(operand.strip("{}")).text
-    if not operand:
+        return (left.text != "") == (right == "set")
+    if right.startswith("{"):  # the operand is another fact, as in "driver < {cuda_driver}"
+        right = lookup(right.strip("{}")).text
+    if not right:
         return None
-    if not value.text and not comparison.is_of_variable:
+    # An empty fact is unknown, but an empty variable is a value that can be compared.
+    if not left.text and not comparison.is_of_variable:
         return None
     if comparison.operator == "matches":
-        return re.search(operand, value.text, re.IGNORECASE) is not None
+        return re.search(right, left.text, re.IGNORECASE) is not None
     if comparison.operator not in ("<", ">="):
-        return _OPERATORS[comparison.operator](value.text.lower(), operand.lower())
-    version, limit = _parse_version(value.text), _parse_version(operand)
+        return _OPERATORS[comparison.operator](left.text.lower(), right.lower())
+    version, limit = _parse_version(left.text), _parse_version(right)
     if version and limit:
         return version < limit if comparison.operator == "<" else version >= limit
     # The value of a variable is known here. If it is not a version, the comparison is false.
@@ -337,7 +345,7 @@ def read_issues(path: Path) -> tuple[KnownIssue, ...]:
     try:
         rows = json_text.build_value(tuple[KnownIssue, ...], json_text.load(path), "rows", closed=True)
         for index, issue in enumerate(rows):
-            for key, (what, fix) in issue.faults():
+            for key, (what, fix) in issue.faults():  # only the first fault is reported
                 raise ValueError(f"rows[{index}].{key}: {what}; {fix}")
     except (OSError, ValueError) as error:
         raise UsageError(f"known issues cannot be read: {error}", where=str(path), hint=hint) from error

@@ -88,7 +88,7 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
         return
     # isprintable also refuses spaces such as U+00A0, but their category is not in `_INVISIBLE`, so they are
     # allowed.
-    allowed = "\t\n" if several_lines else "\t"
+    allowed = "\t\n" if several_lines else "\t"  # both are control characters
     for character in text:
         category = unicodedata.category(character)
         if category not in _INVISIBLE or character in allowed:

@@ -113,6 +113,7 @@ def is_secret(name: str, value: str) -> bool:
     variable_name = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
     if _HARMLESS.fullmatch(value) or _LOCATION.search(variable_name):
         return False
+    # A strong name, such as PASSWORD, is enough. With a weak name, the value must look random as well.
     means_secret = _STRONG if name.isupper() else _STRONG_OPTION
     if means_secret.search(variable_name):
         return True
@@ -124,7 +125,7 @@ def find_secret(text: str) -> str:
     for kind, pattern in _PATTERNS.items():
         if pattern.search(text):
             return kind
-    for match in _ASSIGNED.finditer(text):
+    for match in _ASSIGNED.finditer(text):  # NAME=VALUE or NAME: VALUE
         name, separator, *values = match.groups(default="")
         # "NAME: VALUE" occurs in many texts. So a colon is only accepted in JSON, with quotes around the
         # name.
@@ -146,8 +147,9 @@ def find_secret_argument(arguments: Sequence[str]) -> str:
         if kind:
             return f"{kind} in argument {number}"
         option, equals, value = argument.partition("=")  # "--token=VALUE"
-        if not re.fullmatch(r"--?[A-Za-z][\w.-]*", option):
+        if not re.fullmatch(r"--?[A-Za-z][\w.-]*", option):  # it is no option
             continue
+        # A switch, such as --no-token, has no value, so the next argument does not belong to it.
         if not equals and not _SWITCH.match(option) and number < len(arguments):
             # "--token VALUE": the value is the next argument, unless that is an option itself.
             next_argument = arguments[number]
@@ -180,6 +182,8 @@ def mask_secrets(text: str) -> str:
 
     The length stays the same, so that positions in messages remain correct.
     """
+    # First mask secrets that have a known form, such as a GitHub token. Then mask the values of variables and
+    # options whose names mean a secret.
     for pattern in _PATTERNS.values():
         text = pattern.sub(_mask_match, text)
     characters = list(text)

@@ -278,6 +278,7 @@ class SystemFacts:
             if is_set and name not in ("interfaces", "options"):  # `node` does not have these two fields
                 changes[name] = value
         # A default memory of the partition replaces both defaults of `node`, including the one for each GPU.
+        # The partition may still set the memory for each GPU itself.
         if "default_memory_GB" in changes:
             changes.setdefault("memory_per_gpu_GB", None)
         options = (*self.queue.options, *listed.options)
@@ -308,10 +309,10 @@ class SystemFacts:
         UsageError : a variable of the site is not set on this node.
         """
         site_env = {JOB_FOLDER: env.get("PWD", ""), **env}
-        values = dict(self.env)
+        expanded_env = dict(self.env)
         for name, value in self.env.items():
             try:
-                values[name] = expand_variables(value, site_env)
+                expanded_env[name] = expand_variables(value, site_env)
             except KeyError as error:
                 if name in env:  # the user's value takes precedence, and the recipe's is not used
                     continue
@@ -321,7 +322,7 @@ class SystemFacts:
                     where=str(SYSTEM_JSON),
                     hint=f"load the module that sets it (system.runtime.modules), or set {name} yourself",
                 ) from None
-        return dataclasses.replace(self, env=values)
+        return dataclasses.replace(self, env=expanded_env)
 
 
 def to_json(facts: SystemFacts) -> str:

@@ -126,6 +126,7 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
     decoder = io.IncrementalNewlineDecoder(
         codecs.getincrementaldecoder("utf-8")("backslashreplace"), translate=True
     )
+    # Both `decoder` and `unfinished` keep a state between the chunks, so each stream needs its own function.
     unfinished = ""  # the beginning of a control sequence at the end of the last chunk
 
     def copy_to_file(chunk: bytes) -> None:
@@ -137,10 +138,10 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
         nonlocal unfinished
         # A chunk may end within a character or within a control sequence. Until the next chunk, the decoder
         # keeps the bytes of an incomplete character, and `unfinished` keeps those of an incomplete sequence.
-        text = unfinished + decoder.decode(chunk)
-        match = _UNFINISHED.search(text)
+        pending = unfinished + decoder.decode(chunk)
+        match = _UNFINISHED.search(pending)
         unfinished = match[0] if match else ""
-        complete = text.removesuffix(unfinished)
+        complete = pending.removesuffix(unfinished)
         stream.write(escape_controls(strip_styles(complete), keep="\n\t"))
         stream.flush()
 

@@ -65,7 +65,7 @@ class Answer:
     time_s: float = 0.0
     """Time on the node after the collective, in seconds since the epoch; 0 if the collective failed."""
     nccl_host: str = ""
-    """The text by which NCCL recognizes ranks on the same machine; see `_nccl_host`."""
+    """The text by which NCCL recognizes ranks on the same machine; see `_identify_nccl_host`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +96,7 @@ def judge_nodes(
     timeout_s : time limit of the collective, for messages.
     """
     blame = _find_blame(hosts, answers, timeout_s)
+    # With a suspect, an error of the collective on another node may only be a consequence.
     has_suspects = bool(blame) or not all(passed(answer.checks) for answer in answers.values())
     ranks_by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
@@ -112,6 +113,7 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
     A rank is at fault in three cases: it did not answer, its values arrived wrong at most other ranks, or it
     received wrong values from a rank whose values arrived correctly at most others.
     """
+    # The ranks whose values arrived wrong at most other ranks, with the reason.
     bad_senders = _find_bad_senders(answers)
     blame = {}
     for rank in range(len(hosts)):
@@ -119,7 +121,8 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
         if rank not in answers:
             reasons.append(f"rank {rank} did not answer within {timeout_s} s")
         else:
-            # The values of these ranks arrived correctly elsewhere, so the fault is at the receiver.
+            # `wrong` has the ranks whose values arrived wrong at this rank. If a value of such a rank arrived
+            # correctly at most others, the fault is at the receiver.
             good_senders = sorted(set(answers[rank].wrong) - bad_senders.keys())
             if good_senders:
                 senders = ", ".join(map(str, good_senders))
@@ -142,7 +145,7 @@ def _find_bad_senders(answers: Mapping[int, Answer]) -> dict[int, str]:
     receivers = sum(not answer.error for answer in answers.values())
     reasons = {}
     for sender, count in complaints.items():
-        if 2 * count > receivers:
+        if 2 * count > receivers:  # more than half
             reasons[sender] = f"the values of rank {sender} arrived corrupted at {count} of {receivers} ranks"
     return reasons
 
@@ -173,7 +176,8 @@ def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> list[Che
 
 def _compare_clocks(answer: Answer, answers: Mapping[int, Answer]) -> list[Check]:
     """Return a warning if the clock of this rank's node differs from the other clocks, and otherwise []."""
-    # One warning per node is enough. Only the first rank of each node has checks.
+    # One warning per node is enough. Only the first rank of each node has checks. The time is 0 if the
+    # collective failed.
     if not answer.time_s or not answer.checks:
         return []
     times_s = [peer.time_s for peer in answers.values() if peer.time_s]
@@ -274,8 +278,10 @@ def main() -> None:
     import torch.distributed as dist
 
     options = parse_options()
-    # If a library hangs, the kernel ends this process by SIGALRM.
+    # If this process hangs in a library, no Python code can end it. Then the kernel ends it by SIGALRM.
     signal.alarm(5 * (options.timeout + LATE_S))
+    # The store is a server with a table of keys and values that all ranks can reach. The ranks exchange their
+    # results over it, because collectives may be what fails.
     store, rank, world_size = next(
         dist.rendezvous("env://", timeout=datetime.timedelta(seconds=options.timeout + LATE_S))
     )
@@ -294,11 +300,12 @@ def main() -> None:
     # Rank 0 may need its timeout for the start, for the sum, and again for the others, so wait longer.
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
     code = int(store.get("code"))
-    store.add("finished", 1)
+    store.add("finished", 1)  # a counter of the ranks that do not need the store any more
     # The process of rank 0 may contain the store's server, so it must exit last. It waits at most `LATE_S`
     # seconds for ranks that hang.
     if rank == 0:
         deadline_s = time.monotonic() + LATE_S
+        # Adding 0 returns the counter.
         while store.add("finished", 0) < world_size and time.monotonic() < deadline_s:
             time.sleep(0.05)
     sys.stdout.flush()
@@ -356,10 +363,12 @@ def _add_node_checks(answer: Answer) -> Answer:
     except ImgkitError as error:
         failure = Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or "")
         return dataclasses.replace(answer, checks=(failure,))
-    return dataclasses.replace(answer, machine=host.boot_id, nccl_host=_nccl_host(host), checks=checks)
+    return dataclasses.replace(
+        answer, machine=host.boot_id, nccl_host=_identify_nccl_host(host), checks=checks
+    )
 
 
-def _nccl_host(host: facts.HostFacts) -> str:
+def _identify_nccl_host(host: facts.HostFacts) -> str:
     """Return a text that is equal for two ranks if NCCL considers them to be on the same machine.
 
     NCCL compares the host name (or NCCL_HOSTID) and the device number of /dev/shm (misc/utils.cc and the shm
@@ -399,7 +408,8 @@ def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answe
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_s),
         )
-        wrong = _wrong_senders(rank, world_size, device)
+        wrong = _run_verified_sums(rank, world_size, device)
+        # All ranks leave the last all_reduce at almost the same moment, so their clocks can be compared.
         time_s = time.time()
     except Exception as error:  # a network error of any type is a finding
         lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -415,7 +425,7 @@ def _verify_sum(store: Any, rank: int, world_size: int, timeout_s: int) -> Answe
     )
 
 
-def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[int, ...]:
+def _run_verified_sums(rank: int, world_size: int, device: torch.device) -> tuple[int, ...]:
     """Run the all_reduce several times, and return the ranks whose values arrive wrong at this rank.
 
     Each rank contributes its values at the positions i with i % world_size == rank, and zeros elsewhere. So
@@ -425,16 +435,16 @@ def _wrong_senders(rank: int, world_size: int, device: torch.device) -> tuple[in
     import torch.distributed as dist
 
     count = max(ELEMENTS, world_size)
-    owner = torch.arange(count, device=device).remainder_(world_size)
+    sender = torch.arange(count, device=device).remainder_(world_size)
     # Integers up to 2^20, because float32 represents integers exactly only up to 2^24.
-    numbers = torch.arange(count, device=device).remainder_(1 << 20).add_(1)
-    values = numbers.to(torch.float32)
-    bad = torch.zeros(count, dtype=torch.bool, device=device)
+    integers = torch.arange(count, device=device).remainder_(1 << 20).add_(1)
+    expected_sum = integers.to(torch.float32)
+    is_wrong = torch.zeros(count, dtype=torch.bool, device=device)
     for _ in range(REPEATS):
-        buffer = torch.where(owner == rank, values, 0.0)
+        buffer = torch.where(sender == rank, expected_sum, 0.0)
         dist.all_reduce(buffer)
-        bad |= buffer != values
-    return tuple(torch.unique(owner[bad]).tolist())
+        is_wrong |= buffer != expected_sum
+    return tuple(torch.unique(sender[is_wrong]).tolist())
 
 
 def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str], dict[int, Answer]]:
@@ -444,16 +454,18 @@ def _collect_answers(store: Any, world_size: int, wait_s: int) -> tuple[list[str
     because each rank reports it at its start.
     """
     deadline_s = time.monotonic() + wait_s
+    # Every rank writes the key host/RANK at its start, and answer/RANK when it has finished.
     answers: dict[int, Answer] = {}
     hosts = [""] * world_size
     for rank in range(world_size):
         key = f"answer/{rank}"
         # Answers that have already arrived are read even after the time limit, hence at least 0.1 s.
-        text = _read(store, key, max(0.1, deadline_s - time.monotonic()))
-        if text is None:
+        answer_text = _read(store, key, max(0.1, deadline_s - time.monotonic()))
+        if answer_text is None:
+            # Each rank sets this key at its start, so there is no need to wait for it.
             hosts[rank] = _read(store, f"host/{rank}", 0.1) or ""
         else:
-            answers[rank] = json_text.build_value(Answer, json_text.parse(text), key)
+            answers[rank] = json_text.build_value(Answer, json_text.parse(answer_text), key)
             hosts[rank] = answers[rank].host
     return hosts, answers
 

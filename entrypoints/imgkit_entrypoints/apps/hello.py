@@ -62,10 +62,10 @@ def main() -> None:
         device = f"{ranks.device}, {torch.get_num_threads()} threads"
         if ranks.device.type == "cuda":
             device = f"{ranks.device}, {torch.cuda.get_device_name(ranks.device)}"
-        rows = ranks.gather((platform.node(), device))
+        hosts_and_devices = ranks.gather((platform.node(), device))
         peers = []
-        for rank, (peer_host, peer_device) in enumerate(rows):
-            seconds = None
+        for rank, (peer_host, peer_device) in enumerate(hosts_and_devices):
+            seconds = None  # rank 0 measures to every other rank, but not to itself
             if rank != 0:
                 seconds = time_round_trips(rank, peer_host, ranks)
             peers.append(Peer(rank=rank, host=peer_host, device=peer_device, seconds=seconds))
@@ -102,7 +102,7 @@ def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:
             buffer += peer
             dist.send(buffer, 0)
         elif ranks.rank == 0:
-            buffer.fill_(number)
+            buffer.fill_(number)  # a different number each time, so that an old answer is noticed
             ranks.synchronize()  # the time must not include the work of filling the buffer
             start_s = time.perf_counter()
             dist.send(buffer, peer)

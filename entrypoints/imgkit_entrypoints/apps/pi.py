@@ -164,23 +164,26 @@ def main() -> None:
     intervals: int = parser.parse_args().intervals
     with workers.join_group() as ranks:
         first, end = share(intervals + 1, ranks.rank, ranks.world_size)
-        partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)  # the first call sets things up
+        # The first call is slower, because torch sets itself up. It must not count below.
+        partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)
         dist.barrier()
-        alone_end = first  # all others wait
+        # Between the two barriers, only rank 0 computes. All others have no points, and wait.
+        alone_end = first
         if ranks.rank == 0:
             alone_end = min(end, first + ALONE)
         _, alone = timed_sum(first, alone_end, intervals, ranks)
         dist.barrier()
         start_s = time.perf_counter()
-        value, work = timed_sum(first, end, intervals, ranks)
-        total = torch.tensor(value, dtype=torch.float64).to(ranks.device)
+        pi_estimate, work = timed_sum(first, end, intervals, ranks)
+        total = torch.tensor(pi_estimate, dtype=torch.float64).to(ranks.device)
         dist.all_reduce(total)
-        value = total.item() / intervals
+        pi_estimate = total.item() / intervals
+        # `gather` is a collective, so all ranks must call it, although only rank 0 prints the result.
         seconds = max(ranks.gather(time.perf_counter() - start_s))
         results = ranks.gather(work)
         if ranks.rank == 0:
-            terminal.print_results(*format_report(value, intervals, results, seconds, alone))
-    if abs(value - math.pi) > tolerance(intervals):
+            terminal.print_results(*format_report(pi_estimate, intervals, results, seconds, alone))
+    if abs(pi_estimate - math.pi) > tolerance(intervals):
         error = (
             f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"
         )

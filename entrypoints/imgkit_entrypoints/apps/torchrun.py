@@ -112,7 +112,7 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         meaning, so torchrun exits with the same code.
     """
     for logger in LOGGERS:
-        logger.handlers = [LogHandler()]
+        logger.handlers = [LogHandler()]  # writes to the node agent's log instead of the terminal
         logger.propagate = False
     try:
         run()
@@ -123,6 +123,7 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         sys.exit(128 + error.sigval)  # the exit code of a process that a signal has ended, as in a shell
     except Exception:
         text = traceback.format_exc().rstrip("\n")
+        # The result is False if the file cannot be written, for example because there is no node agent.
         if not failures.write_torchrun_error(os.environ, text):
             raise
         user_program.print_to_log(text)
@@ -137,10 +138,17 @@ def on_signal(number: int, frame: FrameType | None) -> None:
 
 
 def _note_failed_workers(error: ChildFailedError, *, is_imgkits: bool) -> int:
-    """Record the exit codes of failed workers for the node agent, and return the exit code of torchrun."""
+    """Record the exit codes of failed workers for the node agent, and return the exit code of torchrun.
+
+    The node agent is imgkit's process on each node, which has started torchrun. It reads the codes to explain
+    the failure. torchrun exits with the code of the first worker that failed if the workers run a program of
+    this package (`is_imgkits`), and otherwise with a fixed code.
+    """
+    # The first failure in time is the cause. torchrun itself ended the other workers after it.
     first_rank, first_failure = error.get_first_failure()
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    codes.update(_codes_of_forks(first_rank - first_failure.local_rank))
+    # The difference is the rank of this node's first worker.
+    codes.update(_find_failed_forks(first_rank - first_failure.local_rank))
     failures.write_exit_codes(os.environ, codes, is_imgkits=is_imgkits)
     if is_imgkits and first_failure.exitcode > 0:  # if a signal ended the worker, the exit code is negative
         return int(first_failure.exitcode)
@@ -154,7 +162,7 @@ It is kept because torch reports only one failure of forked workers, and not alw
 """
 
 
-def _codes_of_forks(first_rank: int) -> dict[int, int]:
+def _find_failed_forks(first_rank: int) -> dict[int, int]:
     """Return the exit codes of forked workers that failed, by rank.
 
     `first_rank` is the rank of the first worker on this node.
@@ -188,7 +196,7 @@ def exit_barrier(agent: SimpleElasticAgent) -> None:
     if not folder:  # there is no node agent
         _TORCH_EXIT_BARRIER(agent)
         return
-    group = agent._worker_group
+    group = agent._worker_group  # its rank is the rank of this node, and its size the number of nodes
     if group.group_rank != 0 or group.group_world_size == 1:
         return
     # If a program that cleans up /tmp has removed the folder, the file cannot be created any more.
@@ -223,8 +231,11 @@ def run_with_forks() -> None:
     if not _can_fork_workers():
         main()
         return
+    # `argv` is the command of a worker, without the name of the interpreter.
     config, _, argv = config_from_args(parse_args(sys.argv[1:]))
     config.start_method = "fork"
+    # Forks inherit imported modules. A module of the user is not imported, because that could start threads
+    # or use a GPU, and neither works in a fork.
     module = _find_own_module(argv)
     if module:
         importlib.import_module(module)
@@ -257,7 +268,7 @@ def count_exited_forks() -> None:
     torch_is_done = api.MultiprocessContext._is_done
 
     def is_done(group: api.MultiprocessContext) -> bool:
-        _FORKS[:] = [group]
+        _FORKS[:] = [group]  # for `_find_failed_forks`
         for rank, process in enumerate(group._pc.processes):
             if process.exitcode == 0:
                 group._return_values.setdefault(rank, None)
@@ -299,6 +310,7 @@ def run_forked_worker(*argv: str) -> None:
     popen_fork.Popen.terminate = _ORIGINAL_TERMINATE  # type: ignore[method-assign]
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    # Run on the processors near this rank's GPU.
     cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
     module = _find_own_module(argv)
     if module:

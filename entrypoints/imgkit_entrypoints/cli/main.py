@@ -36,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     If standard output cannot be flushed, report that, and do not exit with 0.
     """
     argv = tuple(sys.argv[1:] if argv is None else argv)
+    # This comes first. If a stream is closed, the next file that is opened would get its number, and messages
+    # would be written to that file.
     terminal.open_closed_streams()
     code = _run_and_report(argv)
     for stream in (sys.stdout, sys.stderr):
@@ -70,10 +72,11 @@ def _print_error(argv: tuple[str, ...], error: ImgkitError) -> None:
 
     A dry run with ``--json`` also prints the error as JSON, for a program that reads the output.
     """
-    # The error may be that the options cannot be parsed, so look for the flags in `argv`.
+    # The error may be that the options cannot be parsed, so look for the flags in `argv`. A variable has the
+    # same effect as --dry-run.
     is_dry_run = "--dry-run" in argv or os.environ.get(flag_variable("--dry-run")) == "1"
     if "--json" in argv and is_dry_run:
-        document = {"schema": plan.SCHEMA, "error": _error_dict(error)}
+        document = {"schema": plan.SCHEMA, "error": _build_error_dict(error)}
         with contextlib.suppress(terminal.OutputLost):
             terminal.print_document(json.dumps(document, indent=2) + "\n")
     name = argv[0] if argv else "imgkit_entrypoints"
@@ -100,18 +103,21 @@ def _run_command(argv: tuple[str, ...], env: Mapping[str, str]) -> int:
     """
     name, *arguments = argv or ("",)
     command = _find_command(name)
+    # If the run's copy of the user's code is not mounted here, an older copy in the image would run instead.
     run_code.refuse_missing_code(env)
     if command.name == "dist-env":
-        return _dist_env(command, argv, env)
+        return _run_dist_env(command, argv, env)
     if arguments and arguments[0] in command.verbs:  # "dist-train export ...": a subcommand without a launch
         module = importlib.import_module(command.verbs[arguments[0]])
         return int(module.main(arguments[1:]))
-    if command.app is None:
+    if command.app is None:  # dist-run, whose program comes from the user
         options, worker = start.parse_user_program(command, argv, env)
     else:
         options, worker = start.parse_app(command, argv, env)
+    # dist-doctor checks a single node in this process. It launches workers only to check the nodes of a job
+    # together.
     if command.name == "dist-doctor" and not options.dry_run:
-        return _dist_doctor(options, worker, env)
+        return _run_dist_doctor(options, worker, env)
     return start.launch_worker(options, worker, env)
 
 
@@ -129,12 +135,12 @@ def _find_command(name: str) -> Command:
     raise UsageError(f"unknown command {name!r}", hint=f"one of: {names}")
 
 
-def _error_dict(error: ImgkitError) -> dict[str, str | None]:
+def _build_error_dict(error: ImgkitError) -> dict[str, str | None]:
     """Return the JSON form of an error."""
     return {"what": error.what, "where": error.where, "hint": error.hint}
 
 
-def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
+def _run_dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Run ``dist-env``: print the facts of this node and the settings of a launch, and return the exit code.
 
     The form is text, JSON (``--json``) or export lines for a shell (``--shell``). With ``--dry-run``, print
@@ -162,7 +168,7 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
         recipe = system.scheduler if system else ""
         warnings = resolve.placement_warnings(placement, options.placement, env, recipe=recipe)
     except ImgkitError as error:
-        placement_values: dict[str, object] = {"error": _error_dict(error)}
+        placement_values: dict[str, object] = {"error": _build_error_dict(error)}
     else:
         nnodes, head = placement.nnodes, placement.head
         placement_values = {**dataclasses.asdict(placement), "source": dict(placement.source)}
@@ -170,21 +176,28 @@ def _dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     if parsed.shell:
         _print_exports(network, env)
     elif options.json:
-        document = _node_document(host, system, placement_values, network)
+        document = _build_node_document(host, system, placement_values, network)
         terminal.print_document(json.dumps(document, indent=2) + "\n")
     else:
         terminal.print_results(*_describe_node(host, system, placement_values, network, warnings))
     return 0
 
 
-def _node_document(
+def _build_node_document(
     host: facts.HostFacts,
     system: SystemFacts | None,
     placement: Mapping[str, object],
     network: fabric.FabricPlan,
 ) -> dict[str, object]:
-    """Return the JSON document that ``dist-env --json`` prints."""
-    matches = tuple(item for item in network.issues if item.state == "match")
+    """Return the JSON document that ``dist-env --json`` prints.
+
+    Parameters
+    ----------
+    system : what the image's recipe says about the cluster, or None outside of an image.
+    placement : the fields of a `Placement` (which node of which run this is), or only ``error``.
+    network : the fabric (the kind of network) of this node, and the variables for it.
+    """
+    matches = tuple(result for result in network.issues if result.state == "match")
     host_facts = dataclasses.asdict(host)
     # The image has many variables. The relevant ones are in the decisions of the network.
     del host_facts["image_env"]
@@ -210,7 +223,16 @@ def _describe_node(
     network: fabric.FabricPlan,
     warnings: Sequence[str],
 ) -> Iterator[str]:
-    """Yield the lines of text that ``dist-env`` prints. `warnings` contains warnings about the placement."""
+    """Yield the lines of text that ``dist-env`` prints about this node.
+
+    Parameters
+    ----------
+    system : what the image's recipe says about the cluster, or None outside of an image.
+    placement : which node of which run this is: the fields of a `Placement`, or only ``error`` if there is
+        none.
+    network : the fabric (the kind of network) of this node, and the variables for it.
+    warnings : warnings about the placement.
+    """
     yield f"host       {host.hostname}, {host.arch}, Python {host.python}"
     yield f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})"
     if system is None:
@@ -225,6 +247,7 @@ def _describe_node(
         yield f"image      unknown: {network.image}"
     yield f"fabric     {network.kind}: {network.reason}"
     for decision in network.decisions:
+        # A decision that is not used is only information: the workers do not get this value.
         yield f"  {'set ' if decision.used else 'note'} {decision}"
     for text in (*warnings, *network.warnings, *network.blockers):
         yield f"  warn {text}"
@@ -251,7 +274,7 @@ def _print_exports(network: fabric.FabricPlan, env: Mapping[str, str]) -> None:
             start.print_message(f"warning: {name!r} is not a variable name, so it is not in these lines")
 
 
-def _dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
+def _run_dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, str]) -> int:
     """Run ``dist-doctor``: check only this node, or all nodes of the job together. Return the exit code.
 
     If the job has several nodes, or ``--nproc`` is given, all nodes are checked, including a collective

@@ -283,30 +283,37 @@ def launch_parser(command: Command, env: Mapping[str, str], options: Sequence[Op
     launch_options = (device, *OPTIONS)
     add_options(parser, (Option("--json", json_help, action="store_true"), *launch_options))
     add_options(parser, options)
-    parser.set_defaults(**_values_of_variables(launch_options, env))
+    parser.set_defaults(**_read_variables(launch_options, env))
     return parser
 
 
-def _values_of_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
+def _read_variables(options: Iterable[Option], env: Mapping[str, str]) -> dict[str, object]:
     """Return the values of the ``IMGKIT_*`` variables for `options`, as new defaults of the parser.
 
-    The values are not parsed yet. If an option is on the command line, the text of its variable may even be
-    wrong. `read_options` parses the values that remain.
+    The keys are the names of the parser's attributes. Options whose variable is not set are left out, so that
+    they keep their defaults.
+
+    Single values are not parsed yet, because an option on the command line replaces its variable, whose text
+    may then even be wrong. `read_options` parses the values that remain.
+
+    Raises
+    ------
+    UsageError : the variable of a switch is neither 0 nor 1.
     """
-    values: dict[str, object] = {}
+    defaults: dict[str, object] = {}
     for option in options:
         # In "--verbose -v", the name of the variable and argparse's attribute come from the first spelling.
         flag = option.names.split()[0]
-        name = flag.strip("-").replace("-", "_")
-        text = env.get(flag_variable(flag), "")
-        if option.action == "store_true":
-            values[name] = _is_on(flag, env)
+        attribute = flag.strip("-").replace("-", "_")
+        variable_text = env.get(flag_variable(flag), "")
+        if option.action == "store_true":  # a switch, such as --verbose
+            defaults[attribute] = _is_on(flag, env)
         elif option.action == "append":
             # If an option can be repeated, its variable contains the values separated by commas.
-            values[name] = [part for part in text.split(",") if part]
-        elif text:
-            values[name] = _VariableValue(option, text)
-    return values
+            defaults[attribute] = [part for part in variable_text.split(",") if part]
+        elif variable_text:
+            defaults[attribute] = _VariableValue(option, variable_text)
+    return defaults
 
 
 def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[str]) -> LaunchOptions:

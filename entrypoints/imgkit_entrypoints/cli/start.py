@@ -69,6 +69,7 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     UsageError : an option is unknown, has a wrong value, or contradicts another.
     """
     assert command.app is not None  # noqa: S101 - the caller branches on it
+    # Some apps have their options in a module of their own, which can be imported without torch.
     app = importlib.import_module(command.options or command.app)
     full_parser = launch_parser(command, env, app.OPTIONS)
     full_parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -83,6 +84,8 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     # The second parser has taken --json out of the arguments, but an app that prints JSON needs it as well.
     if command.prints_json and options.json:
         arguments.append("--json")
+    # -I: a file in the current folder, such as json.py, must not replace a module. -u: Python must not hold
+    # the output back while it is a pipe.
     worker_argv = (sys.executable, "-I", "-u", "-m", command.app, *arguments)
     return options, Worker(argv=worker_argv, is_imgkits=True)
 
@@ -90,10 +93,10 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
 def parse_user_program(
     command: Command, argv: Sequence[str], env: Mapping[str, str]
 ) -> tuple[LaunchOptions, Worker]:
-    """Return the options of the launch, and the user's program that follows them in `argv`.
+    """Return the options of the launch, and the command that runs the user's program in each worker.
 
-    With ``--per-node``, the program may be any command, which runs unchanged. Otherwise it must be a Python
-    program, and user_program.py runs it in each worker.
+    The program follows the options in `argv`. With ``--per-node``, it may be any command, which runs
+    unchanged. Otherwise it must be a Python program, and user_program.py runs it in each worker.
 
     Raises
     ------
@@ -104,14 +107,16 @@ def parse_user_program(
     try:
         parsed = parser.parse_args(argv[1:])
     except UsageError as error:
+        # The option may be one of the program, typed before the program's name.
         if "unknown option" in error.what:
-            error.hint = _program_options_hint(command, argv, env) or error.hint
+            error.hint = _suggest_argument_order(command, argv, env) or error.hint
         raise
     program = parsed.program
     if program[:1] == ["--"]:  # it only separates the options of dist-run from the program
         program = program[1:]
     if not program:
         raise UsageError("no script given", hint=_USAGE)
+    # Some options have an effect only with --per-node, and some only without it.
     refuse_unused(parser, parsed, PER_NODE_NEEDS)
     options = read_options(parsed, command, argv)
     if parsed.per_node:
@@ -119,7 +124,8 @@ def parse_user_program(
         return options, Worker(argv=tuple(program), is_imgkits=False)
     if not parsed.module:
         _refuse_python(command, argv, program)
-    # Without -u, Python would hold the program's output back while it is a pipe.
+    # Without -u, Python would hold the program's output back while it is a pipe. There is no -I, as there is
+    # for imgkit's own apps, because the program may need PYTHONPATH.
     worker_argv = [sys.executable, "-u", user_program.__file__]
     if parsed.pass_local_rank:
         worker_argv.append("--pass-local-rank")
@@ -160,7 +166,7 @@ def _refuse_missing_run_folder(node_command: Sequence[str], env: Mapping[str, st
         )
 
 
-def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
+def _suggest_argument_order(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a hint with the user's command line in the right order, for an error about an unknown option.
 
     Unknown options before a ``.py`` file most likely belong to the program. For example, ``dist-run --lr 1
@@ -171,10 +177,12 @@ def _program_options_hint(command: Command, argv: Sequence[str], env: Mapping[st
         return ""
     script_index = argv.index(script, 1)
     launch_args, program_args = list(argv[1:script_index]), argv[script_index + 1 :]
+    # The result has the unknown options in their order, and texts that belong to no option, such as the 1 of
+    # "--lr 1".
     _, unknown = launch_parser(command, env).parse_known_args(launch_args)
     for arg in reversed(unknown):
-        # Remove the last occurrence of each unknown argument. An earlier occurrence may be the value of a
-        # known option.
+        # Remove the last occurrence of each unknown argument from the options of the launch. An earlier
+        # occurrence may be the value of a known option.
         last_index = len(launch_args) - 1 - launch_args[::-1].index(arg)
         del launch_args[last_index]
     line = shlex.join([command.name, *launch_args, script, *unknown, *program_args])
@@ -204,7 +212,9 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
         deleted, or other users have access to the file of the secret.
     ToolFailed : the command cannot be started.
     """
+    # This comes first, because later errors about a missing folder would not name the cause.
     _refuse_deleted_folder(env)
+    # The placement says which node this is, how many nodes there are, and which is the head (node 0).
     placement, host = find_placement(options.placement, env), facts.gather(env=env)
     launch_plan, child_env = make_plan(options, worker, env, placement, host)
     if options.dry_run:
@@ -217,6 +227,7 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
         else:
             terminal.print_results(*launch_plan.lines())
         return 0
+    # The calls below change this node or this process, so these checks come before them.
     _refuse_impossible_launch(options, launch_plan)
     setup = launch_plan.setup
     link_host_libraries(setup.links)
@@ -237,6 +248,7 @@ def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -
     NoPlan : an option needs a node agent, but the launch has none.
     UsageError : torch is missing, or a folder cannot be used.
     """
+    # On one node, --require-secret has no effect, so it is accepted in direct mode.
     has_secret_flag = options.require_secret and launch_plan.placement.nnodes > 1
     needing_agent = {
         "--per-node": options.request.is_per_node,
@@ -261,7 +273,8 @@ def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -
     if log_dir:
         where, hint = f"--log-dir {log_dir}", "name a folder that this node can write"
         files.refuse_unusable_folder(Path(log_dir), "log folder", where=where, hint=hint)
-    # find_spec only looks for torch. An import would take seconds.
+    # With --per-node, the command need not use torch. find_spec only looks for torch. An import would take
+    # seconds.
     if launch_plan.mode != "per-node" and find_spec("torch") is None:
         raise UsageError(
             "torch is not installed in this Python, so nothing can be launched",
@@ -289,7 +302,10 @@ def _refuse_deleted_folder(env: Mapping[str, str]) -> None:
 def make_plan(
     options: LaunchOptions, worker: Worker, env: Mapping[str, str], placement: Placement, host: HostFacts
 ) -> tuple[LaunchPlan, dict[str, str]]:
-    """Return the plan with all its warnings and notes, and the complete environment of the workers."""
+    """Return the plan with all its warnings and notes, and the complete environment of the workers.
+
+    Nothing is changed on this node, because a dry run calls this function, too.
+    """
     system, reader = facts.system_facts(env=env), facts.Reader(root=facts.root_of(env))
     launch_plan = plan.decide_launch(
         options.request,
@@ -308,7 +324,7 @@ def make_plan(
         prefix=sys.prefix,
         is_mpi_rank=placement.direct is not None,
     )
-    cache = _compile_cache(options, env, host, reader)
+    cache = _find_compile_cache(options, env, host, reader)
     cache_variables = compile_cache.cache_variables(cache.folder, env) if cache else {}
     unset = dict.fromkeys((*launch_plan.unset, *environment.unset))  # each name once, in order
     offline = internet.OfflineSettings(env={}, notes=())
@@ -342,7 +358,7 @@ def make_plan(
         *odd,
         *launch_plan.messages.warnings,
         *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
-        *(() if worker.is_imgkits else _shadowing_folders(child_env)),
+        *(() if worker.is_imgkits else _warn_shadowing_folders(child_env)),
     )
     hidden = launch_plan.messages.hidden
     if not is_cluster_node:
@@ -358,7 +374,7 @@ def make_plan(
     return dataclasses.replace(launch_plan, messages=messages), child_env
 
 
-def _compile_cache(
+def _find_compile_cache(
     options: LaunchOptions, env: Mapping[str, str], host: HostFacts, reader: facts.Reader
 ) -> compile_cache.CompileCache | None:
     """Return this node's cache of compiled code, or None if no folder of this node can hold it.
@@ -389,7 +405,7 @@ def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mappin
     """
     from imgkit_entrypoints.launch.stop_protocol import RunFolder
 
-    # In the other modes, the node agent does these two checks.
+    # In the other modes, the node agent (imgkit's process on each node) does these two checks.
     folder = RunFolder.from_env(env, print_message)
     if folder:
         folder.refuse_if_unusable()
@@ -418,6 +434,7 @@ def _run_agent(
         for text in launch_plan.announcements(verbose=options.verbose):
             print_message(text)
     # The network interface whose address the other nodes test. With None, the node takes no part in the test.
+    # `child_env` decides, because the workers must use the interface that is tested.
     interface = sockets.selected_interface(host, child_env) if options.network_test else None
     node = NodeInfo(
         host=host.hostname,
@@ -427,6 +444,8 @@ def _run_agent(
         address=interface.addresses[0] if interface else "",
         interface=interface.name if interface else "",
     )
+    # With --compile-cache, the cache is filled from a file, and packed into the file after the run. Otherwise
+    # the compiled code just stays on this node.
     cache = launch_plan.setup.cache if options.compile_cache else None
     if cache:
         problem = cache.unpack()
@@ -491,6 +510,7 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
     NoPlan : no secret is set, but ``--require-secret`` is given.
     UsageError : the file of the secret cannot be read, or other users have access to it.
     """
+    # In direct mode, there are no node agents that could authenticate each other.
     if placement.nnodes == 1 or placement.direct is not None:
         return None
     run_secret = secret.find_secret(options.secret_file, env, shared_home=_is_home_shared(env))
@@ -537,7 +557,7 @@ def print_message(text: str, *more_lines: str) -> None:
     terminal.print_messages(f"imgkit: {text}", *more_lines)
 
 
-def _shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
+def _warn_shadowing_folders(env: Mapping[str, str]) -> tuple[str, ...]:
     """Return warnings about folders in PYTHONPATH that contain torch or numpy, and so hide the image's.
 
     PYTHONPATH is not changed, because the user's program may need its own modules from there.

@@ -62,8 +62,9 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     host = facts.gather(env=env)
     system = facts.system_facts(env=env)
     if options.known_issues:
-        _print_issues(host.hostname, _plan(host, system, env, nnodes).issues, as_json=options.json)
+        _print_issues(host.hostname, _choose_plan(host, system, env, nnodes).issues, as_json=options.json)
         return 0
+    # The root is not "/" if the facts come from a saved tree of files (IMGKIT_ROOT).
     checks = examine(host, system, env, reader=Reader(root=facts.root_of(env)), nnodes=nnodes)
     has_passed = passed(checks, strict=options.strict)
     if options.json:
@@ -71,6 +72,7 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
         print_json({"host": host.hostname, "passed": has_passed, "checks": rows})
     else:
         terminal.print_results(*table(checks), summary(checks))
+        # Without --strict, the node would have passed. So the report shows no failure, and needs a reason.
         if not has_passed and passed(checks):
             terminal.print_results("FAILED: --strict counts warnings as failures")
     return 0 if has_passed else EXIT_NO
@@ -108,8 +110,8 @@ def examine(
         facts=host,
         has_recipe=system is not None,
         system=system or SystemFacts(),
-        env=_without_decided_variables(env),
-        plan=_plan(host, system, env, nnodes),
+        env=_remove_decided_variables(env),
+        plan=_choose_plan(host, system, env, nnodes),
         has_several_nodes=nnodes > 1,
         reader=reader,
     )
@@ -120,7 +122,7 @@ def examine(
     return tuple(results)
 
 
-def _without_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
+def _remove_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
     """Return `env` without the variables that the node agent (imgkit's process on each node) has set."""
     # LD_LIBRARY_PATH is kept, because it also contains folders of the user. `library_path` can distinguish
     # these from the folders that the node agent has added.
@@ -128,12 +130,14 @@ def _without_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in decided}
 
 
-def _plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int) -> FabricPlan:
+def _choose_plan(
+    host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int
+) -> FabricPlan:
     """Return the network plan for a run on several nodes, even if this run has only one node.
 
     Users run dist-doctor on one node to learn whether a run on several nodes would work.
     """
-    return fabric.choose_fabric(host, system, _without_decided_variables(env), nnodes=max(2, nnodes))
+    return fabric.choose_fabric(host, system, _remove_decided_variables(env), nnodes=max(2, nnodes))
 
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:

@@ -64,6 +64,8 @@ def choose_fabric(
     )
     fabric = _select_fabric(plan)
     plan.kind = fabric.kind
+    # The order matters: the next call stores the host's libraries in `plan.links`. `check_plugin` and the
+    # functions for Slingshot look for NCCL's plug-in there.
     library_path.set_library_path(plan)
     plugin.check_plugin(plan)
     carriers = _FABRICS[fabric.kind](plan)
@@ -72,7 +74,9 @@ def choose_fabric(
         _compare_with_recipe(plan, fabric.reason, carriers.rate_Gbps)
     # Known issues come after the fabric, because their conditions see the variables that were set above.
     results = issues.apply_known_issues(plan)
+    # Workers also get the recipe's variables about which nothing was decided. Only now are these known.
     plan.keep_undecided_variables()
+    # These warnings are about the values that workers get, so all values must be decided before.
     plan.warnings += issue_findings(results, "warn")
     plan.warnings += lint.check_variables(plan)
     return plan.build(fabric.reason, carriers, results)
@@ -87,6 +91,7 @@ def _configure_infiniband(plan: FabricPlanBuilder) -> Carriers:
     """
     used = ports.set_hcas(plan)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
+    # Drop the image's index first. Otherwise `report_unset` would find it, and keep it for the workers.
     plan.drop_image_variable(ports.GID_INDEX, f"InfiniBand routes by LID ({lids})")
     reason = f"InfiniBand routes by LID; NCCL 2.22.3 and later ignore the variable ({lids})"
     plan.report_unset(ports.GID_INDEX, "", reason)
@@ -111,19 +116,26 @@ def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name
     """Drop variables that would keep NCCL from using RDMA, and return the names and total rate of the ports.
 
     Such variables usually come from an image that was made for another network. For example, NCCL_IB_DISABLE
-    makes NCCL use TCP.
+    makes NCCL use TCP. Values of the user are kept.
+
+    Parameters
+    ----------
+    used : the ports that NCCL uses. Empty if a variable of the user or the recipe selects none.
+    fabric_name : the name of the fabric for messages, such as ``RoCE``.
     """
     sockets.drop_socket_counts(plan, fabric_name)
     if used:
         states = ", ".join(f"{port.path}/state: {port.state}" for port in used)
         plan.drop_image_variable("NCCL_IB_DISABLE", f"the fabric's ports are there ({states})")
         reason = f"{fabric_name} needs no other network ({states})"
+        # NCCL's own network for RDMA, and NVIDIA's plug-ins, which use RDMA as well.
         _drop_other_network(plan, ("ib", "ibext", "ucx", "spcx"), reason)
     return Carriers(tuple(port.name for port in used), ports.line_rate_Gbps(plan.facts, used))
 
 
 def _drop_other_network(plan: FabricPlanBuilder, networks: tuple[str, ...], reason: str) -> None:
     """Drop the image's value of NCCL_NET if it is none of `networks`, which are names in lower case."""
+    # A value of the user or the recipe is a deliberate choice, so it is kept.
     preset = plan.image_preset("NCCL_NET")
     if preset is None:
         return
@@ -139,7 +151,7 @@ def _configure_slingshot(plan: FabricPlanBuilder) -> Carriers:
     its processes find each other over TCP. If one of Slingshot's network interfaces is down, the plan gets a
     warning, because the NIC of that interface carries no traffic.
     """
-    slingshot.set_variables(plan)
+    slingshot.set_variables(plan)  # the variables of libfabric and of NCCL's plug-in
     # Slingshot's network interfaces are named hsn0, hsn1, ...
     interfaces = [interface for interface in plan.facts.interfaces if interface.name.startswith("hsn")]
     running = [interface for interface in interfaces if interface.running]
@@ -159,6 +171,7 @@ def _configure_slingshot(plan: FabricPlanBuilder) -> Carriers:
         )
     nics = plan.facts.cxi
     names = tuple(nic.name for nic in nics)
+    # Each NIC normally has one hsn interface.
     if len(used) + len(down) != len(nics):
         # The rate cannot be added up by interface: a container with its own network namespace does not show
         # the hsn interfaces, although the NICs work.
@@ -177,13 +190,16 @@ def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Inte
 
     On one node, nothing is set. Interfaces that do not exist on this node are dropped in either case.
     """
+    # Otherwise, `set_variable` below would keep such a value of the recipe.
     sockets.drop_absent_interfaces(plan)
     if not plan.has_several_nodes:
         return
     states = "; ".join(sockets.state_of(interface) for interface in interfaces)
     names = [interface.name for interface in interfaces]
-    value = sockets.format_interfaces(names, plan.facts)
-    plan.set_variable(sockets.NCCL, value, f"NCCL's bootstrap uses the fabric's interfaces: {states}")
+    interface_list = sockets.format_interfaces(names, plan.facts)
+    plan.set_variable(
+        sockets.NCCL, interface_list, f"NCCL's bootstrap uses the fabric's interfaces: {states}"
+    )
     plan.set_variable(sockets.GLOO, names[0], f"Gloo uses only one interface: {states}")
 
 
@@ -194,6 +210,7 @@ def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
     NCCL reaches it only through the aws-ofi-nccl plug-in. A node with EFA gets a warning about the plug-in
     instead of NCCL_IB_DISABLE.
     """
+    # Ports that NCCL could use are selected here only if TCP was requested.
     choice = ports.choose_ports(plan)
     ports.report_unused(plan, choice.unused)
     efa_devices = [device for device in plan.facts.rdma if ports.is_efa(device)]
@@ -205,7 +222,7 @@ def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
             "put the folder of libnccl-net.so on LD_LIBRARY_PATH",
         )
     else:
-        plan.set_variable("NCCL_IB_DISABLE", "1", _no_rdma_reason(plan.facts, choice.selected))
+        plan.set_variable("NCCL_IB_DISABLE", "1", _explain_unused_rdma(plan.facts, choice.selected))
     if not efa_devices:
         reason = "the data uses TCP (/sys/class/infiniband, /sys/class/cxi)"
         _drop_other_network(plan, ("socket",), reason)
@@ -214,13 +231,13 @@ def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
     interface = sockets.set_interface(plan, preferred=sockets.usable_names(plan.facts, "hsn", "ib"))
     if interface is None:
         return Carriers((), None)
-    sockets.set_socket_counts(plan, interface)
+    sockets.set_socket_counts(plan, interface)  # more than one socket for each connection on a fast interface
     if not interface.speed_Mbps:
         return Carriers((interface.name,), None)
     return Carriers((interface.name,), interface.speed_Mbps / 1000)
 
 
-def _no_rdma_reason(facts: HostFacts, idle_ports: Sequence[Port]) -> str:
+def _explain_unused_rdma(facts: HostFacts, idle_ports: Sequence[Port]) -> str:
     """Return the reason that the report gives for turning off RDMA.
 
     `idle_ports` are the ports that NCCL could use. They stay idle because the user has asked for TCP.
@@ -259,9 +276,10 @@ def _select_fabric(plan: FabricPlanBuilder) -> _Fabric:
     NCCL_IB_DISABLE=1 on a node without Slingshot. Otherwise, a node with Slingshot NICs uses Slingshot, and a
     node with RDMA ports that NCCL can use has InfiniBand or RoCE. Every other node uses TCP.
     """
-    net = plan.requested_preset("NCCL_NET")
-    if net is not None and net.value.lower() == "socket":
-        return _Fabric("tcp", f"NCCL_NET={net.value} ({net.source})", is_requested=True)
+    # An image's value is no request: the image may have been made for another network.
+    network = plan.requested_preset("NCCL_NET")
+    if network is not None and network.value.lower() == "socket":
+        return _Fabric("tcp", f"NCCL_NET={network.value} ({network.source})", is_requested=True)
     if plan.facts.cxi:
         return _Fabric("slingshot", f"Slingshot NICs: {slingshot.nics_text(plan.facts)}")
     # This check comes after the check for Slingshot: NCCL reaches Slingshot without InfiniBand verbs, so
@@ -269,8 +287,10 @@ def _select_fabric(plan: FabricPlanBuilder) -> _Fabric:
     disable = plan.requested_preset("NCCL_IB_DISABLE")
     if disable is not None and disable.value.strip() not in ("", "0"):
         return _Fabric("tcp", f"NCCL_IB_DISABLE={disable.value} ({disable.source})", is_requested=True)
+    # If NCCL_IB_HCA selects no port that works, the node still has the fabric of its ports. `set_hcas` warns.
     used = ports.ports_in_use(plan) or ports.choose_ports(plan).selected
     if used:
+        # NCCL cannot mix InfiniBand and Ethernet, so the first port stands for all.
         evidence = "; ".join(f"{port.path}/link_layer: {port.link_layer}" for port in used)
         if used[0].link_layer == "InfiniBand":
             return _Fabric("infiniband", evidence)
@@ -309,7 +329,9 @@ def _compare_with_recipe(plan: FabricPlanBuilder, reason: str, rate_Gbps: float 
         used = ", ".join(f"{port.name} {port.rate}" for port in ports.ports_in_use(plan)) or "no RDMA port"
         # A decision about a port has the port's name as its value, such as "mlx5_0:1". If such a decision is
         # not used, NCCL does not use the port.
-        unused = ", ".join(item.value for item in plan.decisions if not item.used and ":" in item.value)
+        unused = ", ".join(
+            decision.value for decision in plan.decisions if not decision.used and ":" in decision.value
+        )
         if unused:
             used += f"; left out: {unused}"
         plan.add_warning(

@@ -180,6 +180,7 @@ class FabricPlanBuilder:
         in this order. Values that do not count any more are skipped: those that `drop_variable` has dropped,
         and those of the image that `set_variable` has replaced.
         """
+        # `env` does not have the recipe's values, so a value that is not the image's is the user's.
         image_sets = self.image_sets(variable)
         if variable in self.env and not image_sets:
             return Preset(value=self.env[variable], source="set by the user", origin="user")
@@ -192,12 +193,13 @@ class FabricPlanBuilder:
         if variable in self.dropped:
             return None
         if variable in self.recipe:
-            return self._recipe_preset(variable)
+            return self._find_recipe_preset(variable)
+        # A variable in `worker_env` has a value of imgkit, which has replaced the image's.
         if image_sets and variable not in self.worker_env:
             return Preset(value=self.env[variable], source="from the image", origin="image")
         return None
 
-    def _recipe_preset(self, variable: str) -> Preset:
+    def _find_recipe_preset(self, variable: str) -> Preset:
         """Return the recipe's value of a variable, with the section of the recipe that sets it.
 
         The recipe can list network interfaces for each Slurm partition, so these have a section of their own.
@@ -369,13 +371,14 @@ class FabricPlanBuilder:
             # Without a preset, the variable was dropped on purpose.
             if variable in decided or preset is None:
                 continue
-            decided.add(variable)
+            decided.add(variable)  # an nccl.conf file below may set it as well, but is reported only once
             if preset.is_users:
                 self._keep_preset(variable, preset, f"{preset.source}; the recipe's {value!r} is not used")
             else:
                 self._keep_preset(variable, preset, preset.source)
         for setting in self.facts.nccl_settings:
             preset = self.preset(setting.name)
+            # A preset without a location comes from the environment, which overrides the file.
             if setting.name not in decided and preset is not None and preset.location:
                 self._keep_preset(setting.name, preset, preset.source)
 

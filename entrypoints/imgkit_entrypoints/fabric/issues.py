@@ -29,25 +29,27 @@ def apply_known_issues(plan: FabricPlanBuilder) -> tuple[IssueResult, ...]:
     ------
     UsageError : a file with known issues is not valid.
     """
-    node_facts = _node_facts(plan)
+    # The facts are collected once. Variables may change with each row, so `lookup` asks the plan each time.
+    node_facts = _collect_node_facts(plan)
 
     def lookup(name: str) -> Value:
         # A condition names a fact such as "nccl", or a variable such as "$NCCL_ALGO".
         if name in FACTS:
             return node_facts[name]
-        return _variable_value(plan, name.removeprefix("$"))
+        return _find_variable_value(plan, name.removeprefix("$"))
 
     results = []
     for issue in known_issues.load_issues(plan.system.known_issues, plan.env):
         result = known_issues.evaluate_issue(issue, lookup)
         results.append(result)
+        # Issues with the effects "warn" and "refuse" are only in the result. Callers report them.
         if result.state == "match" and issue.effect == "set":
             for variable, value in issue.env.items():
                 plan.set_variable(variable, value, result.message)
     return tuple(results)
 
 
-def _variable_value(plan: FabricPlanBuilder, name: str) -> Value:
+def _find_variable_value(plan: FabricPlanBuilder, name: str) -> Value:
     """Return the value that workers would get for the variable `name`, with its evidence for messages.
 
     A variable that is not set has the value "".
@@ -62,7 +64,7 @@ def _variable_value(plan: FabricPlanBuilder, name: str) -> Value:
     return Value(text, evidence, is_requested=plan.requested_preset(name) is not None)
 
 
-def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
+def _collect_node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
     """Return the values of all facts that conditions of known issues can test, by name.
 
     The value of an unknown fact is "".
@@ -72,11 +74,11 @@ def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
     cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
     # Slurm writes the tasks per node of the job step as "4(x2),3". The number for the first node is enough.
     tasks = re.match(r"[0-9]{1,9}", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    values = {
+    fact_texts = {
         **dict.fromkeys(FACTS, ""),
         "arch": facts.arch,
         "cuda": cuda,
-        "cuda_compat": _compat_state(plan),
+        "cuda_compat": _describe_compat(plan),
         "cuda_driver": str(cuda_drivers.first_driver(cuda) or ""),
         "driver": facts.driver_version,
         "fabric": plan.kind,
@@ -94,7 +96,7 @@ def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
         "ucx": env.get("OPENUCX_VERSION", ""),
     }
     # The evidence for a value, such as the path of the file that shows it.
-    sources = {
+    evidence_by_fact = {
         "cuda_driver": cuda,
         "gpu": "the recipe",
         "nccl": facts.nccl_source,
@@ -103,18 +105,18 @@ def _node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
     }
     if facts.gpu_devices:
         # The dict keeps each model once, in the order of the devices.
-        values["gpu"] = ", ".join({device.model: None for device in facts.gpu_devices})
-        sources["gpu"] = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
-    net_plugin = _net_plugin(plan)
+        fact_texts["gpu"] = ", ".join({device.model: None for device in facts.gpu_devices})
+        evidence_by_fact["gpu"] = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
+    net_plugin = _find_net_plugin(plan)
     if net_plugin:
-        values["aws_ofi_nccl"], values["plugin_opens"] = net_plugin.version, net_plugin.opens
-        sources["aws_ofi_nccl"] = sources["plugin_opens"] = net_plugin.path
+        fact_texts["aws_ofi_nccl"], fact_texts["plugin_opens"] = net_plugin.version, net_plugin.opens
+        evidence_by_fact["aws_ofi_nccl"] = evidence_by_fact["plugin_opens"] = net_plugin.path
     libfabric = _find_library(plan, "libfabric.so.1")
     if libfabric:
-        values["libfabric"], sources["libfabric"] = libfabric.version, libfabric.path
+        fact_texts["libfabric"], evidence_by_fact["libfabric"] = libfabric.version, libfabric.path
     node_facts = {}
-    for name, text in values.items():
-        node_facts[name] = Value(text, _quote_fact(name, text, sources.get(name, "")))
+    for name, fact_text in fact_texts.items():
+        node_facts[name] = Value(fact_text, _quote_fact(name, fact_text, evidence_by_fact.get(name, "")))
     return node_facts
 
 
@@ -125,7 +127,7 @@ def _quote_fact(name: str, text: str, source: str) -> str:
     return f"{FACTS[name]} {text or 'unknown'}"
 
 
-def _net_plugin(plan: FabricPlanBuilder) -> Library | Candidate | None:
+def _find_net_plugin(plan: FabricPlanBuilder) -> Library | Candidate | None:
     """Return the network plug-in that NCCL would open, or None if there is none.
 
     NCCL_NET_PLUGIN lists names of plug-ins. For each name, NCCL tries several files and opens the first one
@@ -149,13 +151,14 @@ def _find_library(plan: FabricPlanBuilder, name: str) -> Library | Candidate | N
     library. Otherwise they load the image's.
     """
     if name in plan.links and plan.facts.host_libraries:
+        # Compare files, because a link may have another name than the file on the host.
         for candidate in plan.facts.host_libraries.host:
             if candidate.target == plan.links[name]:
                 return candidate
     return plan.facts.library(name)
 
 
-def _compat_state(plan: FabricPlanBuilder) -> str:
+def _describe_compat(plan: FabricPlanBuilder) -> str:
     """Return ``used``, ``unused`` or ``absent``: the state of CUDA's forward compatibility in the image.
 
     Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver.

@@ -50,7 +50,7 @@ def set_library_path(plan: FabricPlanBuilder) -> None:
     """
     compat_folder = _choose_compat_folder(plan)
     plan.links = _choose_host_libraries(plan)
-    current = _current_folders(plan)
+    current = _split_library_path(plan)
     folders, additions = [], []
     if compat_folder:
         folders.append(compat_folder)
@@ -62,8 +62,9 @@ def set_library_path(plan: FabricPlanBuilder) -> None:
         additions.append(f"{folder} with {', '.join(plan.links)} of the host")
     if not additions:
         return
-    value = ":".join(dict.fromkeys((*folders, *current.image)))
-    plan.replace_variable(VARIABLE, value, f"adds {' and '.join(additions)}; the rest is as it was")
+    new_path = ":".join(dict.fromkeys((*folders, *current.image)))  # each folder once
+    # Replace the value even if the user has set it: it still contains the user's folders.
+    plan.replace_variable(VARIABLE, new_path, f"adds {' and '.join(additions)}; the rest is as it was")
 
 
 def links_folder(links: Mapping[str, str]) -> str:
@@ -85,7 +86,7 @@ class _Folders(NamedTuple):
     """Folders of the image and of the container runtime."""
 
 
-def _current_folders(plan: FabricPlanBuilder) -> _Folders:
+def _split_library_path(plan: FabricPlanBuilder) -> _Folders:
     """Return the folders that are in LD_LIBRARY_PATH before this launch, by who has added them.
 
     If this launch was started inside another launch of imgkit, the folders that the other launch has added
@@ -94,6 +95,7 @@ def _current_folders(plan: FabricPlanBuilder) -> _Folders:
     # Without a manifest, the image's own path is unknown. All folders then count as the user's.
     image_path = plan.facts.image_env.get(VARIABLE, "") if plan.facts.image_env else ""
     known_image_folders = {_RUNTIME_FOLDER, *image_path.split(":")}
+    # An outer launch may have added this folder, and folders that begin with `LINKS`.
     compat_folder = plan.facts.cuda_compat.folder if plan.facts.cuda_compat else ""
     path = plan.worker_value(VARIABLE) or ""
     user_folders, image_folders = [], []
@@ -126,7 +128,7 @@ def _choose_host_libraries(plan: FabricPlanBuilder) -> dict[str, str]:
         plan.add_decision(KEY, "auto", problem)
         plan.add_warning(problem, f"start the job with imgkit run, or the container with --bind {binds}")
         return {}
-    check = _LoadCheck(libraries, user_folders=_current_folders(plan).user)
+    check = _LoadCheck(libraries, user_folders=_split_library_path(plan).user)
     names = [name for name in FABRIC_LIBRARIES if name in check.host]
     if not names:
         problem = f"the host has none of {', '.join(FABRIC_LIBRARIES)} in {HOST}: {source}"
@@ -203,7 +205,7 @@ class _LoadCheck:
         These are the fabric's libraries that can be loaded, and all other libraries of the host that they
         need. A library of which the user has provided another file is left out.
         """
-        pending = []
+        pending = []  # names of libraries to select, together with what they need
         for name in FABRIC_LIBRARIES:
             if name in self.host and not self.user_path(name) and not self.problem(name):
                 pending.append(name)
@@ -211,6 +213,7 @@ class _LoadCheck:
         while pending:
             name = pending.pop(0)
             library = self.host[name]
+            # Several libraries may need the same one, and two may need each other.
             if name in selected or library.object is None:
                 continue
             selected[name] = library
@@ -223,15 +226,16 @@ class _LoadCheck:
         For example ``the host's; it needs GLIBC_2.34, the image has 2.35 (/usr/lib/libc.so.6)``.
         """
         versions = library.object.needs.get("libc.so.6", ()) if library.object else ()
-        newest = _newest_version(versions, "GLIBC")
+        newest = _find_newest_version(versions, "GLIBC")
         needed = f"GLIBC_{newest}" if newest else "no version of glibc"
         libc = self.image.get("libc.so.6")
-        return f"the host's; it needs {needed}, {_supported_text(libc, 'GLIBC_') if libc else ''}"
+        return f"the host's; it needs {needed}, {_describe_newest_version(libc, 'GLIBC_') if libc else ''}"
 
     def problem(self, name: str) -> LoadProblem | None:
         """Return why the image cannot load the host's library `name`, or None if it can."""
         if name not in self._problems:
-            # Libraries can need each other in a circle. The preliminary entry ends the recursion.
+            # Libraries can need each other in a circle: `_find_problem` calls this method for the libraries
+            # that `name` needs. The preliminary entry, which means "no problem", ends the recursion.
             self._problems[name] = None
             self._problems[name] = self._find_problem(self.host[name])
         return self._problems[name]
@@ -242,6 +246,7 @@ class _LoadCheck:
         The library must be for the image's architecture, have the expected name, and offer at least what the
         image's file of the same name offers. All libraries that it needs must be available, too.
         """
+        # `object` has the names and versions that were read from a file, or is None if that failed.
         shared, libc = library.object, self.image.get("libc.so.6")
         if shared is None:
             return LoadProblem(f"of the host {library.fault} ({library.path})")
@@ -250,18 +255,19 @@ class _LoadCheck:
         if shared.machine != libc.object.machine:
             machines = f"is for {shared.machine}, the image is for {libc.object.machine}"
             return LoadProblem(f"{machines} ({library.path})")
-        # The SONAME is the name inside the file. NCCL opens its plug-ins by their file name.
+        # The SONAME is the name inside the file. Programs that need a library look for this name. NCCL opens
+        # its plug-ins by their file name, so their SONAME does not matter.
         if library.name not in PLUGINS and shared.soname != library.name:
             return LoadProblem(f"has the SONAME {shared.soname or '(none)'} ({library.path})")
         # Workers will load the host's file instead of the image's. Other libraries of the image may need any
         # symbol version that the image's file defines, so the host's file must define all of them.
         image = self.image.get(library.name)
         if image:
-            missing = [version for version in _defined_versions(image) if version not in shared.defines]
+            missing = [version for version in _list_defined_versions(image) if version not in shared.defines]
             if missing:
                 return LoadProblem(f"lacks {missing[-1]}, which the image's has ({image.path})")
         for needed in shared.needed:
-            problem = self._need_problem(library, needed)
+            problem = self._find_needed_problem(library, needed)
             if problem:
                 return problem
         return None
@@ -276,32 +282,33 @@ class _LoadCheck:
         # The fabric's libraries always come from the host if possible. For all others, the image's file is
         # preferred if it is new enough.
         image = self.image.get(needed)
-        if image is not None and needed not in FABRIC_LIBRARIES and not _missing_version(library, image):
+        if image is not None and needed not in FABRIC_LIBRARIES and not _find_missing_version(library, image):
             return False
-        return not self.problem(needed) and not _missing_version(library, self.host[needed])
+        return not self.problem(needed) and not _find_missing_version(library, self.host[needed])
 
-    def _need_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
+    def _find_needed_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
         """Return why `library` cannot get the library `needed` from the image or the host.
 
         Return None if either of them can provide it.
         """
         if self.is_from_host(library, needed):
-            return self._rpath_problem(library, needed)
+            return self._find_rpath_problem(library, needed)
         if needed in self.image:
-            return self._image_problem(library, needed)
+            return self._find_image_problem(library, needed)
+        # The image does not have the library, and the host's file does not exist or cannot be used. Say why.
         if needed not in self.host:
             if needed in IMAGE_LIBRARIES:
                 return LoadProblem(f"needs {needed}, which the image does not have")
             return LoadProblem(f"needs {needed}, which neither the image nor the host has")
         problem = self.problem(needed)
         if problem is None:
-            version = _missing_version(library, self.host[needed])
+            version = _find_missing_version(library, self.host[needed])
             return LoadProblem(f"needs {version} of {needed}, which the host's lacks", version)
         if needed in FABRIC_LIBRARIES:
             return LoadProblem(f"needs {needed}, which is not used", unused_library=needed)
         return problem._replace(text=f"needs {needed}, and {needed} {problem.text}")
 
-    def _rpath_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
+    def _find_rpath_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
         """Return a problem if the RPATH of `library` leads to the image's `needed` instead of the host's.
 
         An RPATH is a list of folders that is stored in a library. The dynamic linker searches these folders
@@ -315,63 +322,66 @@ class _LoadCheck:
             return LoadProblem(f"has the RPATH {folder}, where the image has another {needed}")
         return None
 
-    def _image_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
+    def _find_image_problem(self, library: Candidate, needed: str) -> LoadProblem | None:
         """Return why `library` cannot use the image's `needed`, or None if it can.
 
         The image's file may be too old, which means that it lacks a symbol version.
         """
-        version = _missing_version(library, self.image[needed])
+        version = _find_missing_version(library, self.image[needed])
         if not version:
             return None
+        # The host's file might be newer. If it cannot be used either, its own problem is the cause.
         if needed in self.host and needed not in IMAGE_LIBRARIES:
             problem = self.problem(needed)
             if problem:
                 return problem._replace(text=f"needs {version}, and the host's {needed} {problem.text}")
-        return LoadProblem(f"needs {version}, {_supported_text(self.image[needed], version)}", version)
+        return LoadProblem(
+            f"needs {version}, {_describe_newest_version(self.image[needed], version)}", version
+        )
 
 
-def _missing_version(library: Candidate, server: Candidate) -> str:
+def _find_missing_version(library: Candidate, server: Candidate) -> str:
     """Return the newest symbol version that `library` needs but `server` does not define.
 
     `server` is the library that should define it. A version is a text such as ``GLIBC_2.38``. If no version
     is missing, return "". If `server` defines no versions at all, none counts as missing, because the dynamic
     linker only prints a warning in this case.
     """
-    defined = _defined_versions(server)
+    defined = _list_defined_versions(server)
     if library.object is None or not defined:
         return ""
     needs = library.object.needs.get(server.name, ())
     missing = [version for version in needs if version not in defined]
-    return max(missing, key=_version_key, default="")
+    return max(missing, key=_parse_version, default="")
 
 
-def _defined_versions(library: Candidate) -> tuple[str, ...]:
+def _list_defined_versions(library: Candidate) -> tuple[str, ...]:
     """Return the symbol versions that a library defines, or none if its file cannot be read."""
     return library.object.defines if library.object is not None else ()
 
 
-def _version_key(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     """Return the numbers in a version, which can be compared: ``GLIBC_2.34 -> (2, 34)``."""
     return tuple(int(part) for part in re.findall(r"[0-9]{1,9}", version))
 
 
-def _newest_version(versions: Sequence[str], prefix: str) -> str:
+def _find_newest_version(versions: Sequence[str], prefix: str) -> str:
     """Return the number of the newest version that has the prefix, or "" if no version has it.
 
     For example ``("GLIBC_2.17", "GLIBC_2.34"), "GLIBC" -> "2.34"``.
     """
     pattern = re.compile(rf"{re.escape(prefix)}_[0-9.]+")
     matching = [version for version in versions if pattern.fullmatch(version)]
-    newest = max(matching, key=_version_key, default="")
+    newest = max(matching, key=_parse_version, default="")
     return newest.removeprefix(f"{prefix}_")
 
 
-def _supported_text(server: Candidate, version: str) -> str:
+def _describe_newest_version(server: Candidate, version: str) -> str:
     """Return the newest version that the image's library `server` supports, as part of a message.
 
     Only versions with the same prefix as `version` count. For ``GLIBC_2.38``, the prefix is ``GLIBC``.
     """
-    newest = _newest_version(_defined_versions(server), version.rpartition("_")[0])
+    newest = _find_newest_version(_list_defined_versions(server), version.rpartition("_")[0])
     return f"the image has {newest} ({server.path})" if newest else f"which the image's {server.path} lacks"
 
 
@@ -379,18 +389,20 @@ def _choose_compat_folder(plan: FabricPlanBuilder) -> str:
     """Decide about CUDA's forward compatibility, and return its folder, or "" if it is not used.
 
     Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver. The decision
-    is reported with its reason, except when there is nothing to decide.
+    is added to the plan's report with its reason. There is no decision if forward compatibility is turned
+    off, or if by default it is not considered.
     """
     compat = plan.facts.cuda_compat
     if compat is None:
         return ""
-    versions = _cuda_versions(plan)
+    versions = _find_cuda_versions(plan)
     # By default, forward compatibility is considered only if the image needs a newer major version of CUDA.
     if compat.is_for_major and (versions is None or not versions.has_newer_major):
         return ""
-    is_used, reason = _needs_compat(plan, compat, versions)
-    # If the user has added a folder with a libcuda.so.1, the user's library is kept.
-    user_folders = _current_folders(plan).user
+    is_used, reason = _judge_compat(plan, compat, versions)
+    # If the user has added a folder with a libcuda.so.1, the user's library is kept. Otherwise the folder of
+    # this function, which comes first on the library path, would hide it.
+    user_folders = _split_library_path(plan).user
     user_cuda = [folder for folder in compat.cuda_folders if folder in user_folders]
     if is_used and user_cuda:
         is_used, reason = False, f"{VARIABLE} names {user_cuda[0]}, which has a libcuda.so.1 as well"
@@ -416,25 +428,30 @@ class _CudaVersions(NamedTuple):
         return self.is_driver_listed and self.needed[0] > self.supported[0]
 
 
-def _cuda_versions(plan: FabricPlanBuilder) -> _CudaVersions | None:
+def _find_cuda_versions(plan: FabricPlanBuilder) -> _CudaVersions | None:
     """Return the versions of CUDA and the driver, or None if one of them is unknown.
 
     The image's version is the variable CUDA_VERSION, which NVIDIA's base images set.
     """
-    driver = _version_key(plan.facts.driver_version)
+    driver = _parse_version(plan.facts.driver_version)
     needed = cuda_drivers.parse_cuda(plan.env.get("CUDA_VERSION", ""))
     if not driver or needed is None:
         return None
     return _CudaVersions(needed, cuda_drivers.supported_cuda(driver[0]), driver)
 
 
-def _needs_compat(
+def _judge_compat(
     plan: FabricPlanBuilder, compat: CudaCompat, versions: _CudaVersions | None
 ) -> tuple[bool, str]:
     """Return whether the image's CUDA needs forward compatibility and can use it, and the reason.
 
-    It can only be used with a data-center GPU, and if the image's libcuda.so is newer than the driver.
-    `versions` are the CUDA versions of the image and the driver, or None if they are unknown.
+    Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver. It can only
+    be used with a data-center GPU, and if this libcuda.so is newer than the driver.
+
+    Parameters
+    ----------
+    compat : the folder of this libcuda.so, and the file to which its link leads.
+    versions : the CUDA versions of the image and the driver, or None if they are unknown.
     """
     facts = plan.facts
     if not compat.folder:
@@ -449,12 +466,13 @@ def _needs_compat(
     )
     if versions.needed <= versions.supported:
         return False, comparison
+    # A driver that is newer than the table may support the image's CUDA, so nothing must be replaced.
     if not versions.is_driver_listed:
         reason = "is newer than imgkit's table, so the CUDA that it supports is unknown"
         return False, f"driver {facts.driver_version} {reason}"
     # The name of the real file ends with the driver version that it belongs to: libcuda.so.575.57.08.
     library = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", compat.target)
-    if library and _version_key(library[1]) <= versions.driver:
+    if library and _parse_version(library[1]) <= versions.driver:
         return False, f"{comparison}, but its {compat.target} is not newer than the driver"
     # NVIDIA supports forward compatibility only on data-center GPUs.
     models = sorted({gpu.model for gpu in facts.gpu_devices})

@@ -54,7 +54,8 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
 
     The warning compares the rate of RDMA with the rate of TCP.
     """
-    variable = _rdma_off_variable(plan)
+    variable = _find_rdma_off_variable(plan)
+    # With another kind, the variable has no effect: NCCL_IB_DISABLE does not turn Slingshot off.
     if plan.kind != "tcp" or not variable:
         return
     facts = plan.facts
@@ -65,7 +66,7 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
         usable = ports.choose_ports(plan).selected
         rate_Gbps = ports.line_rate_Gbps(facts, usable)
         nics = ", ".join(port.name for port in usable)
-    if not nics:
+    if not nics:  # RDMA does not work here anyway
         return
     rdma_rate = f"{rate_Gbps:g} Gbit/s" if rate_Gbps else "more"
     problem = f"{plan.describe(variable)} turns RDMA off: {nics} would carry {rdma_rate}, "
@@ -73,10 +74,11 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
     yield Finding(problem, plan.unset_hint(variable))
 
 
-def _rdma_off_variable(plan: FabricPlanBuilder) -> str:
+def _find_rdma_off_variable(plan: FabricPlanBuilder) -> str:
     """Return the name of the variable with which the user has turned RDMA off, or "" if RDMA is on."""
-    net = plan.preset("NCCL_NET")
-    if net is not None and net.is_users and net.value.lower() == "socket":
+    # The recipe may turn RDMA off on purpose for the whole cluster, so only the user's values count.
+    network = plan.preset("NCCL_NET")
+    if network is not None and network.is_users and network.value.lower() == "socket":
         return "NCCL_NET"
     disable = plan.preset("NCCL_IB_DISABLE")
     if disable is not None and disable.is_users and disable.value.strip() not in ("", "0"):
@@ -90,6 +92,7 @@ def _describe_tcp(plan: FabricPlanBuilder, rdma_rate_Gbps: float | None) -> str:
     For example ``eth0 carries 25 Gbit/s at most (16 times less)``. The comparison with the rate of RDMA is
     left out if either rate is unknown.
     """
+    # The same choice as for a run that uses TCP: the fabric's own interfaces come first.
     best = sockets.best_interface(plan, sockets.usable_names(plan.facts, "hsn", "ib"))
     if best is None:
         return "no interface carries less, at an unknown rate"
@@ -97,10 +100,10 @@ def _describe_tcp(plan: FabricPlanBuilder, rdma_rate_Gbps: float | None) -> str:
     if not interface.speed_Mbps:
         return f"{interface.name} carries less, at an unknown rate"
     rate_Gbps = interface.speed_Mbps / 1000
-    text = f"{interface.name} carries {rate_Gbps:g} Gbit/s at most"
+    sentence_end = f"{interface.name} carries {rate_Gbps:g} Gbit/s at most"
     if rdma_rate_Gbps and rdma_rate_Gbps > rate_Gbps:
-        text += f" ({rdma_rate_Gbps / rate_Gbps:.3g} times less)"
-    return text
+        sentence_end += f" ({rdma_rate_Gbps / rate_Gbps:.3g} times less)"
+    return sentence_end
 
 
 def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
@@ -108,17 +111,17 @@ def _check_socket_counts(plan: FabricPlanBuilder) -> Findings:
 
     Both values must be numbers, and NCCL limits their product (`MAX_SOCKETS`).
     """
-    counts = []
+    counts = []  # in the order of SOCKET_COUNTS: threads, and sockets for each thread
     for name in sockets.SOCKET_COUNTS:
-        text = plan.worker_value(name)
-        if text is None:
+        count_text = plan.worker_value(name)
+        if count_text is None:
             continue
-        if re.fullmatch(r"\s*\d+\s*", text):
-            counts.append(int(text))
+        if re.fullmatch(r"\s*\d+\s*", count_text):
+            counts.append(int(count_text))
         else:
-            problem = f"{name}={text!r} is not a number: NCCL reads 0"
+            problem = f"{name}={count_text!r} is not a number: NCCL reads 0"
             yield Finding(problem, f"set a number, or {plan.unset_hint(name)}")
-    if len(counts) < 2:
+    if len(counts) < 2:  # a number is wrong, or NCCL chooses it itself
         return
     threads, sockets_each = counts
     total = threads * sockets_each
@@ -141,6 +144,7 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
     InfiniBand, NCCL does not use the variable, so any number is accepted.
     """
     preset = plan.preset(ports.GID_INDEX)
+    # A preset is a value that the user, the recipe or the image has set. imgkit's own values are right.
     if preset is None or preset.value == "" or plan.kind not in ("infiniband", "roce"):
         return
     description, unset = plan.describe(ports.GID_INDEX), plan.unset_hint(ports.GID_INDEX)
@@ -161,14 +165,14 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
     if plan.kind != "roce" or index < 0:  # -1 lets NCCL search for the address
         return
     for port in used:
-        problem = _gid_problem(index, port)
+        problem = _find_gid_problem(index, port)
         if problem:
-            right_gid = ports.pick_gid(port.gids)
+            right_gid = ports.pick_gid(port.gids)  # the GID that NCCL's own search would find
             fix = f"set {ports.GID_INDEX}={right_gid.index}, or {unset}" if right_gid else unset
             yield Finding(f"{description}: {problem}", fix)
 
 
-def _gid_problem(index: int, port: Port) -> str:
+def _find_gid_problem(index: int, port: Port) -> str:
     """Return why the address at this index of a port's GID table is wrong, or "" if it is right.
 
     A GID is an address for RDMA. The right GID is an IPv4 address of type RoCE v2, which routers forward. It
@@ -180,7 +184,7 @@ def _gid_problem(index: int, port: Port) -> str:
     if gid is None:
         return f"slot {port.path}/gids/{index} is empty; {advice}"
     evidence = ports.gid_evidence(port, gid)
-    if gid.link_local:
+    if gid.link_local:  # such an address is only valid on one link, so routers do not forward it either
         return f"{evidence} is link-local; {advice}"
     if gid.kind == "IB/RoCE v1":
         return f"{evidence} is RoCE v1, which routers do not forward; {advice}"
@@ -202,9 +206,10 @@ def _check_hcas(plan: FabricPlanBuilder) -> Findings:
     for prefix, devices in _ambiguous_prefixes(preset.value, used):
         problem = f"{description}: {prefix} is a prefix and selects {', '.join(devices)}"
         yield Finding(problem, f"begin the value with = to make it exact: {ports.HCA}=={preset.value}")
+    # Compare the value with imgkit's own choice, which has a reason against each port that it leaves out.
     choice = ports.choose_ports(plan)
     fix = f"set {ports.HCA}={ports.format_hcas(choice.selected)}, or {plan.unset_hint(ports.HCA)}"
-    reasons = {item.port.name: item.reason for item in choice.unused}
+    reasons = {unused_port.port.name: unused_port.reason for unused_port in choice.unused}
     for port in used:
         if port.name in reasons:
             yield Finding(f"{description} also selects {port.name} ({reasons[port.name]})", fix)
@@ -244,8 +249,10 @@ def _check_interfaces(plan: FabricPlanBuilder) -> Findings:
     interfaces = plan.facts.interfaces
     for variable in INTERFACES:
         preset = plan.preset(variable)
+        # Without interfaces, /sys is not visible, so nothing is known about the value.
         if preset is None or not preset.value or not interfaces:
             continue
+        # NCCL and Gloo read the value in different ways: NCCL accepts prefixes, and Gloo only an exact name.
         selected = sockets.MATCHING[variable](preset.value, interfaces)
         names = [interface.name for interface in selected if interface.running and interface.addresses]
         local_names = [name for name in names if name == "lo" or name.startswith("docker")]
@@ -254,7 +261,7 @@ def _check_interfaces(plan: FabricPlanBuilder) -> Findings:
             usable = ", ".join(sockets.usable_names(plan.facts, "")) or "none but lo"
             problem = f"{description} selects no interface that is up with an address"
             yield Finding(problem, f"{unset}, or name one of: {usable}")
-        elif plan.has_several_nodes and local_names == names:
+        elif plan.has_several_nodes and local_names == names:  # all selected interfaces are local
             yield Finding(f"{description}: other nodes cannot reach {', '.join(names)}", unset)
 
 
@@ -299,7 +306,7 @@ def unknown_names(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(unknown)
 
 
-def _closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
+def _find_closest_choice(text: str, choices: Iterable[str], similarity: float = SIMILARITY) -> str:
     """Return the choice that is most similar to a misspelled `text`, or "" if none is similar enough.
 
     The comparison ignores case. `similarity` is the smallest ratio that counts as similar, from 0 (nothing in
@@ -318,7 +325,9 @@ def similar_name(name: str) -> str:
     Only variables of the same library, such as NCCL, are compared.
     """
     library, _, _ = name.partition("_")
-    return _closest_choice(name, [known_name for known_name in KNOWN_NAMES if known_name.startswith(library)])
+    return _find_closest_choice(
+        name, [known_name for known_name in KNOWN_NAMES if known_name.startswith(library)]
+    )
 
 
 def _check_names(plan: FabricPlanBuilder) -> Findings:
@@ -364,7 +373,7 @@ def _check_network(plan: FabricPlanBuilder) -> Findings:
         f"{plan.describe('NCCL_NET')} is neither IB nor Socket nor a known plug-in's name: NCCL ends with "
         '"network not found" or "Failed to initialize any NET plugin" unless a plug-in has this name'
     )
-    similar = _closest_choice(preset.value, NETS, 0.6)
+    similar = _find_closest_choice(preset.value, NETS, 0.6)
     yield Finding(problem, f"set NCCL_NET={similar}" if similar else plan.unset_hint("NCCL_NET"))
 
 
@@ -380,11 +389,14 @@ def _check_choice(plan: FabricPlanBuilder, variable: str, item: str, choices: tu
         'end with "invalid usage", earlier versions ignore it'
     )
     fix = plan.unset_hint(variable)
-    similar = _closest_choice(item, choices, 0.5)
+    # A short item with one wrong letter differs more than a long one, so less similarity is required.
+    similar = _find_closest_choice(item, choices, 0.5)
     if similar:
         # Replace the complete item only: in "Tree,Tre" the item "Tre" must not change "Tree" to "Treee".
-        value = re.sub(rf"(?<!\w){re.escape(item)}(?!\w)", similar, plan.worker_value(variable) or "")
-        fix = f"set {variable}='{value}', or {fix}"
+        corrected_value = re.sub(
+            rf"(?<!\w){re.escape(item)}(?!\w)", similar, plan.worker_value(variable) or ""
+        )
+        fix = f"set {variable}='{corrected_value}', or {fix}"
     yield Finding(problem, fix)
 
 

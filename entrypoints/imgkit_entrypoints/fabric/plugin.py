@@ -45,7 +45,7 @@ def check_plugin(plan: FabricPlanBuilder) -> None:
     preset = plan.preset(VARIABLE)
     if preset is None:
         return
-    missing = _missing_files(plan, preset.value)
+    missing = _find_missing_files(plan, preset.value)
     if not missing:
         return
     names = " or ".join(missing)
@@ -63,7 +63,7 @@ def check_plugin(plan: FabricPlanBuilder) -> None:
     )
 
 
-def _missing_files(plan: FabricPlanBuilder, value: str) -> Collection[str]:
+def _find_missing_files(plan: FabricPlanBuilder, value: str) -> Collection[str]:
     """Return the file names that NCCL would try in vain, in its order.
 
     `value` is a value of NCCL_NET_PLUGIN. NCCL tries several names for each plug-in in the value. If one of

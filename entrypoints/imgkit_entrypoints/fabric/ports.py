@@ -55,10 +55,11 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     * Of these ports, the ones that are nearest to a GPU are selected. This step is skipped if fewer ports
       would remain than the node has NICs according to the recipe.
     """
+    # The function only reads `plan`, so several callers ask for the same choice.
     unused: list[UnusedPort] = []
     active: list[Port] = []
-    for port in _all_ports(plan.facts):
-        problem = _port_problem(port)
+    for port in _list_ports(plan.facts):
+        problem = _find_port_problem(port)
         if problem:
             unused.append(UnusedPort(port, problem))
         else:
@@ -70,8 +71,9 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
         reason = f"an Ethernet port, but {evidence}: NCCL cannot mix InfiniBand and Ethernet"
         unused += [UnusedPort(port, reason) for port in active if port not in infiniband]
         return PortChoice(tuple(infiniband), tuple(unused))
-    addressed, without_gid = _keep_addressed(active)
-    near, far = _keep_nearest(plan.facts, addressed)
+    # Each of the two functions returns the ports to keep, and the others with the reason against them.
+    addressed, without_gid = _split_by_address(active)
+    near, far = _split_by_distance(plan.facts, addressed)
     # If too few ports remain, the distance was misleading, so keep all ports with an address.
     expected_nics = plan.system.fabric.nics
     if expected_nics is not None and len(near) < expected_nics:
@@ -79,7 +81,7 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     return PortChoice(tuple(near), (*unused, *without_gid, *far))
 
 
-def _all_ports(facts: HostFacts) -> list[Port]:
+def _list_ports(facts: HostFacts) -> list[Port]:
     """Return the ports of all RDMA devices of the node."""
     return [port for device in facts.rdma for port in device.ports]
 
@@ -89,7 +91,7 @@ def is_efa(device: RdmaDevice) -> bool:
     return not any(port.link_layer in _LINK_LAYERS for port in device.ports)
 
 
-def _port_problem(port: Port) -> str:
+def _find_port_problem(port: Port) -> str:
     """Return why NCCL cannot use a port, or "" if it can.
 
     A usable port is ACTIVE, and its link layer is InfiniBand or Ethernet.
@@ -103,7 +105,7 @@ def _port_problem(port: Port) -> str:
     return ""
 
 
-def _keep_addressed(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
+def _split_by_address(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     """Split ports into those with an IPv4 GID of type RoCE v2 and the others, which NCCL should not use.
 
     A GID is an address for RDMA. Routers forward only GIDs of this type. If no port has such a GID, all ports
@@ -122,7 +124,7 @@ def _keep_addressed(ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     return addressed, unaddressed
 
 
-def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
+def _split_by_distance(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list[UnusedPort]]:
     """Split ports into those nearest to a GPU and the others, which NCCL should not use.
 
     A NIC that is further away from the GPUs is usually for storage or management. If the distance of any port
@@ -130,17 +132,17 @@ def _keep_nearest(facts: HostFacts, ports: list[Port]) -> tuple[list[Port], list
     """
     distances = []
     for port in ports:
-        distance = gpu_distance(facts, _device_of_port(facts, port))
+        distance = gpu_distance(facts, _find_device(facts, port))
         if distance is None:
             return ports, []
         distances.append(distance)
-    best = min(distances, default=0)
+    best = min(distances, default=0)  # 0 is nearest, 2 is farthest (see `gpu_distance`)
     near, far = [], []
     for port, distance in zip(ports, distances, strict=True):
         if distance == best:
             near.append(port)
             continue
-        device = _device_of_port(facts, port)
+        device = _find_device(facts, port)
         evidence = f"{device.path}/device -> {device.pci}, numa_node {device.numa_node}"
         reason = f"no GPU is {_NEARNESS[best]}, unlike other ports ({evidence})"
         far.append(UnusedPort(port, f"{reason}: a storage or management NIC"))
@@ -152,8 +154,8 @@ def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
 
     The distance is 0 below the same PCI switch, 1 on the same NUMA node, and 2 otherwise.
     """
-    bridge = _pci_bridge(device.pci)
-    if bridge and bridge in [_pci_bridge(gpu.pci) for gpu in facts.gpu_devices]:
+    bridge = _find_pci_bridge(device.pci)
+    if bridge and bridge in [_find_pci_bridge(gpu.pci) for gpu in facts.gpu_devices]:
         return 0
     numa_nodes = {gpu.numa_node for gpu in facts.gpu_devices} - {None}  # None means unknown
     if device.numa_node is None or not numa_nodes:
@@ -161,7 +163,7 @@ def gpu_distance(facts: HostFacts, device: RdmaDevice) -> int | None:
     return 1 if device.numa_node in numa_nodes else 2
 
 
-def _pci_bridge(path: str) -> str:
+def _find_pci_bridge(path: str) -> str:
     """Return the bridge at the top of a PCI path, or "" if the path has only one part.
 
     For example, ``pci0000:16/0000:16:01.0/0000:17:00.0`` gives ``pci0000:16/0000:16:01.0``. Devices below the
@@ -241,7 +243,7 @@ def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     preset = plan.requested_preset(HCA)
     if preset is None:
         return choose_ports(plan).selected
-    usable = [port for port in _all_ports(plan.facts) if not _port_problem(port)]
+    usable = [port for port in _list_ports(plan.facts) if not _find_port_problem(port)]
     return match_ports(preset.value, usable)
 
 
@@ -255,16 +257,17 @@ def set_hcas(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     states = []
     for port in choice.selected:
         states.append(f"{port.path}: state {port.state}, {port.link_layer}, {port.rate or 'no rate'}")
-    value = format_hcas(choice.selected)
-    plan.set_variable(HCA, value, f"the ACTIVE ports of the fabric: {'; '.join(states)}")
+    hca_list = format_hcas(choice.selected)
+    plan.set_variable(HCA, hca_list, f"the ACTIVE ports of the fabric: {'; '.join(states)}")
     report_unused(plan, choice.unused)
+    # `set_variable` keeps a value of the user or the recipe, which may select other ports than the choice.
     used = ports_in_use(plan)
     if not used:
         names = ", ".join(port.name for port in choice.selected)
         plan.add_warning(
             f"{HCA}={plan.worker_value(HCA)} selects no ACTIVE port of this machine (available: {names}): "
             "NCCL would use TCP",
-            f"{plan.unset_hint(HCA)}, or set {HCA}={value}",
+            f"{plan.unset_hint(HCA)}, or set {HCA}={hca_list}",
         )
     _report_cards(plan, used)
     _warn_slow_ports(plan, used)
@@ -275,11 +278,11 @@ def set_hcas(plan: FabricPlanBuilder) -> tuple[Port, ...]:
 
 def report_unused(plan: FabricPlanBuilder, unused: Iterable[UnusedPort]) -> None:
     """Report the ports that NCCL should not use, each with the reason."""
-    for item in unused:
-        plan.add_decision(HCA, item.port.name, f"left out: {item.reason}")
+    for unused_port in unused:
+        plan.add_decision(HCA, unused_port.port.name, f"left out: {unused_port.reason}")
 
 
-def _device_of_port(facts: HostFacts, port: Port) -> RdmaDevice:
+def _find_device(facts: HostFacts, port: Port) -> RdmaDevice:
     """Return the device to which a port belongs."""
     return next(device for device in facts.rdma if device.name == port.device)
 
@@ -290,16 +293,18 @@ def _report_cards(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     A virtual function is a share of a physical card, for example for a virtual machine. NCCL merges all ports
     that belong to the same card.
     """
-    ports_by_card: dict[str, list[Port]] = {}
+    ports_by_card: dict[
+        str, list[Port]
+    ] = {}  # a card may appear as several devices, such as mlx5_0 and mlx5_1
     for port in used:
-        device = _device_of_port(plan.facts, port)
+        device = _find_device(plan.facts, port)
         ports_by_card.setdefault(device.card, []).append(port)
         if device.physical:
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
             plan.add_decision(HCA, port.name, reason, used=True)
     for card, ports in ports_by_card.items():
         if len(ports) > 1:
-            path = _device_of_port(plan.facts, ports[0]).path
+            path = _find_device(plan.facts, ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
             plan.add_decision(HCA, ",".join(port.name for port in ports), reason, used=True)
 
@@ -326,7 +331,7 @@ def _warn_slow_ports(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
 
 def _warn_closed_devices(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     """Warn about devices whose device file cannot be opened in this container."""
-    for device in dict.fromkeys(_device_of_port(plan.facts, port) for port in used):
+    for device in dict.fromkeys(_find_device(plan.facts, port) for port in used):
         if not device.verbs_opens:
             file = device.verbs or f"/dev/infiniband/uverbs* for {device.name}"
             problem = f"{device.path} exists, but {file} cannot be opened: NCCL would use TCP"
@@ -338,7 +343,7 @@ def _warn_missing_libibverbs(plan: FabricPlanBuilder, used: Sequence[Port]) -> N
 
     NCCL needs this library for RDMA. Its drivers are called providers, for example mlx5 for NVIDIA's NICs.
     """
-    devices = [_device_of_port(plan.facts, port) for port in used]
+    devices = [_find_device(plan.facts, port) for port in used]
     if not devices:  # without a usable port, NCCL does not need the library
         return
     fix = "add libibverbs1 and ibverbs-providers to the recipe's image.apt; --nv does not add them"
@@ -347,7 +352,8 @@ def _warn_missing_libibverbs(plan: FabricPlanBuilder, used: Sequence[Port]) -> N
         plan.add_warning(problem, fix, failed_check="libibverbs")
         return
     providers = plan.facts.verbs_providers
-    # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5.
+    # 0x15b3 is the PCI vendor of Mellanox (NVIDIA), whose NICs need the provider mlx5. For other vendors, any
+    # provider is accepted, because imgkit does not know which one they need.
     needs_mlx5 = "0x15b3" in [device.vendor for device in devices]
     if not providers or (needs_mlx5 and "mlx5" not in providers):
         names = ", ".join(providers) or "none"
@@ -364,7 +370,7 @@ def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
     A virtual function is a share of a card. If the card itself is also in use, the virtual function does not
     count, because both share the card's rate.
     """
-    devices = {port.name: _device_of_port(facts, port) for port in used}
+    devices = {port.name: _find_device(facts, port) for port in used}
     cards = {device.card for device in devices.values() if not device.physical}
     total = 0.0
     for port in used:
@@ -412,9 +418,10 @@ def set_gid_index(plan: FabricPlanBuilder, ports: Sequence[Port]) -> None:
     blocked if a port has no IPv4 address. It is also blocked if NCCL is older than 2.21 and the ports need
     different indices, because NCCL has only one index for all ports.
     """
-    for name in GID_SEARCH:
+    for name in GID_SEARCH:  # NCCL's variables for its own search, such as NCCL_IB_ADDR_FAMILY
         if plan.preset(name):
             evidence = f"{name}={plan.worker_value(name)}"
+            # `pick_gid` below predicts NCCL's search with its default settings.
             reason = f"{evidence} changes NCCL's search, so its result is not predicted"
             plan.report_unset(GID_INDEX, "", reason)
             return
@@ -487,6 +494,7 @@ def _block_port_without_gid(plan: FabricPlanBuilder, port: Port) -> None:
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"
+    # Drop the image's index first, so that only a deliberate choice counts as a preset below.
     plan.drop_image_variable(GID_INDEX, reason)
     plan.report_unset(GID_INDEX, "", reason)
     if plan.preset(GID_INDEX) is None:

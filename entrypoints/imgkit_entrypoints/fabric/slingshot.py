@@ -79,6 +79,7 @@ def _set_network(plan: FabricPlanBuilder) -> None:
     allocate memory that is never used. It is not set either if NCCL_NET_PLUGIN already selects the plug-in.
     """
     if not plan.has_several_nodes:
+        # Drop a value of the recipe or the image first. Otherwise `report_unset` would keep it.
         plan.drop_variable("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
         reason = "one node needs no network; it is set only between nodes"
         plan.report_unset("NCCL_NET", OFI_NETWORK, reason)

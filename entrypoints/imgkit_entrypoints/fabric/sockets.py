@@ -65,7 +65,7 @@ def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> In
 
     If the head has a loopback address, all nodes are on this machine, and the result is ``lo``.
     """
-    facts, head = plan.facts, plan.head
+    facts, head = plan.facts, plan.head  # the head's address, or "" if it is unknown
     # A loopback address is only reachable from this machine.
     if _is_inside(head, "127.0.0.0/8"):
         for interface in facts.interfaces:
@@ -175,7 +175,9 @@ def selected_interface(facts: HostFacts, env: Mapping[str, str]) -> Interface | 
         value = env.get(variable)
         if value:
             interfaces = MATCHING[variable](value, facts.interfaces)
-            return next((item for item in interfaces if item.running and item.addresses), None)
+            return next(
+                (interface for interface in interfaces if interface.running and interface.addresses), None
+            )
     return None
 
 
@@ -194,17 +196,18 @@ def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Int
     if choice is None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
         plan.report_unset(NCCL, "", reason)
+        # If no interface is known at all, /sys is not visible, and the node may still work.
         if plan.has_several_nodes and plan.facts.interfaces:
             fix = "start the container with the host's network (docker: --network host)"
             plan.add_blocker(f"{reason}: nodes cannot connect", fix)
         return None
     interface, reason = choice
-    value = format_interfaces([interface.name], plan.facts)
+    interface_list = format_interfaces([interface.name], plan.facts)
     if plan.has_several_nodes:
-        plan.set_variable(NCCL, value, reason)
+        plan.set_variable(NCCL, interface_list, reason)
         plan.set_variable(GLOO, interface.name, reason)
     else:
-        plan.report_unset(NCCL, value, f"one node needs none; several nodes would use it: {reason}")
+        plan.report_unset(NCCL, interface_list, f"one node needs none; several nodes would use it: {reason}")
     return interface
 
 

@@ -112,7 +112,7 @@ def system_facts(path: Path | None = None, env: Mapping[str, str] = os.environ) 
     path = path or Reader(root=root_of(env)).real_path(str(system.SYSTEM_JSON))
     try:
         facts = system.from_json(files.read_text(path)).in_partition(env.get(system.PARTITION, ""))
-    except FileNotFoundError:
+    except FileNotFoundError:  # imgkit has not built this image, or this is no image
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UsageError(f"cannot read the system facts: {error}", where=str(path)) from error

@@ -28,6 +28,7 @@ def count_cpus(reader: Reader) -> tuple[int, str]:
     often gets only some of them, and torch would start too many threads.
     """
     count, source = _read_affinity(reader)
+    # All quotas apply at the same time, so the lowest one counts.
     quota, quota_source = min(_read_quotas(reader), default=(None, ""))
     if quota is None:
         return count, source
@@ -60,12 +61,12 @@ def read_numa_cpus(reader: Reader) -> Mapping[int, str]:
 
     NUMA nodes without processors are left out. For example, the memory of a GPU in a GH200 is such a node.
     """
-    lists = {}
+    cpu_lists = {}
     for name in reader.names("/sys/devices/system/node", "node[0-9]{1,4}"):
-        text = reader.text(f"/sys/devices/system/node/{name}/cpulist") or ""
-        if parse_cpu_list(text):
-            lists[int(name.removeprefix("node"))] = text
-    return lists
+        cpu_list = reader.text(f"/sys/devices/system/node/{name}/cpulist") or ""
+        if parse_cpu_list(cpu_list):
+            cpu_lists[int(name.removeprefix("node"))] = cpu_list
+    return cpu_lists
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
@@ -91,10 +92,10 @@ def _read_quotas(reader: Reader) -> Iterator[tuple[float, str]]:
     for version, folder in _find_cgroups(reader, "cpu"):
         if version == 2:
             # "150000 100000" is 1.5 processors; "max 100000" is no quota
-            text = reader.text(f"{folder}/cpu.max") or ""
-            match = re.fullmatch(r"([0-9]{1,18}) ([0-9]{1,18})", text)
+            quota_text = reader.text(f"{folder}/cpu.max") or ""
+            match = re.fullmatch(r"([0-9]{1,18}) ([0-9]{1,18})", quota_text)
             if match and int(match[2]):
-                yield int(match[1]) / int(match[2]), f"{folder}/cpu.max: {text}"
+                yield int(match[1]) / int(match[2]), f"{folder}/cpu.max: {quota_text}"
         else:
             quota = reader.number(f"{folder}/cpu.cfs_quota_us")
             period = reader.number(f"{folder}/cpu.cfs_period_us")
@@ -118,7 +119,7 @@ def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
         if hierarchy_id == line or len(path) > _LONGEST_PATH:  # the line has no colon, or the file is damaged
             continue
         if controllers == "":
-            version = 2
+            version = 2  # it has all controllers in one tree, so the line names none
             mounts = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
         elif controller in controllers.split(","):
             version = 1
@@ -203,6 +204,7 @@ def _count_pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, 
         else:
             classes = (_CLASS_DISPLAY, _CLASS_ACCELERATOR)
         # The class is a text such as 0x030200. Its first digits are the kind of the device.
+        # 0x03 is any display adapter, and 0x0302 (3D) one without a display.
         if pci_class.startswith(classes):
             counts[maker or f"vendor {vendor}"] += 1
     return counts
@@ -231,7 +233,7 @@ def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
     if has_others and not has_nvidia:
         evidence.append(ONLY_NVIDIA)
     # The result is appended to other evidence, so each part begins with a semicolon.
-    return "".join(f"; {text}" for text in evidence)
+    return "".join(f"; {clause}" for clause in evidence)
 
 
 def find_amd_gpus(reader: Reader) -> str:
@@ -261,6 +263,7 @@ def count_gpus(reader: Reader, env: Mapping[str, str], inaccessible: Mapping[str
     inaccessible : device files that cannot be opened, with the reasons (`software.inaccessible_gpus`).
     """
     files = reader.names("/dev", NVIDIA_FILES)
+    # CUDA does not count a GPU whose device file it cannot open.
     devices = tuple(name for name in files if f"/dev/{name}" not in inaccessible)
     setting = env.get("CUDA_VISIBLE_DEVICES")
     if devices and setting is not None:
@@ -292,6 +295,7 @@ def _count_selected_gpus(setting: str, devices: Sequence[str]) -> VisibleGpus:
     variable = f"CUDA_VISIBLE_DEVICES={setting!r}"
     source = f"{variable}, {len(devices)} device files"
     entries = _split_entries(setting)
+    # The order of these checks is CUDA's: an entry that occurs twice only counts before the -1.
     if "-1" in entries:
         entries = entries[: entries.index("-1")]
     for entry, count in collections.Counter(entries).items():
@@ -305,6 +309,7 @@ def _count_selected_gpus(setting: str, devices: Sequence[str]) -> VisibleGpus:
                 f"(/dev: {' '.join(devices)}): CUDA ends the list there and shows {position}"
             )
             return VisibleGpus(position, source, problem)
+    # Entries with a UUID are not checked, so there may be more entries than GPUs.
     return VisibleGpus(min(len(entries), len(devices)), source)
 
 
@@ -355,8 +360,8 @@ def order_worker_gpus(
     Parameters
     ----------
     devices : the result of `read_gpu_devices`. Some of these GPUs may belong to other jobs.
-    visible : the result of `count_gpus`.
-    inaccessible : device files that cannot be opened (`software.inaccessible_gpus`).
+    visible : the result of `count_gpus`: how many GPUs a worker can use.
+    inaccessible : device files that cannot be opened, with the reasons (`software.inaccessible_gpus`).
     """
     usable = []
     for gpu in devices:
@@ -367,9 +372,12 @@ def order_worker_gpus(
             usable.append(gpu)
     setting = env.get("CUDA_VISIBLE_DEVICES")
     if setting is not None:
+        # CUDA numbers only the GPUs that it can use. At the first invalid entry, it ends the list, and
+        # `visible.count` is the number of entries before that.
         by_entry = {str(index): gpu for index, gpu in enumerate(usable)}
         entries = _split_entries(setting)[: visible.count]
         usable = [by_entry[entry] for entry in entries if entry in by_entry]
+    # A wrong order would bind workers to the processors of another GPU, so return nothing instead.
     models = {gpu.model for gpu in usable}
     if len(usable) != visible.count or len(models) != 1:
         return ()

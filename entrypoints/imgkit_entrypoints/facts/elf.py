@@ -158,6 +158,7 @@ class _Object:
         """
         section = self._read_dynamic_section()
         values = {tag: tag_values[0] for tag, tag_values in section.items()}  # most tags have one value
+        # The sizes come from the file, which may be damaged, so each is checked before anything is read.
         if _STRTAB not in values or not 0 < values.get(_STRSZ, 0) <= _MAX_NAMES_BYTES:
             raise NotShared("has no table of names, or one that is too large")
         names = self.read(self.offset(values[_STRTAB]), values[_STRSZ])
@@ -231,10 +232,10 @@ class _Object:
 
         Parameters
         ----------
-        names : the string table of the file.
-        values : the values of the dynamic section by tag.
+        names : the string table of the file, in which other tables refer to a name by its offset.
+        values : the values of the dynamic section by tag. A tag is a number that says what a value means.
         """
-        if not values.get(_VERNEED):
+        if not values.get(_VERNEED):  # the file has no such table
             return {}
         versions: dict[str, list[str]] = {}
         total = 0
@@ -262,6 +263,7 @@ class _Object:
             return
         versions = self._read_list(self.offset(values[_VERDEF]), values.get(_VERDEFNUM, 0), _VERDEF_ENTRY)
         for offset, (flags, name_count, first_name_offset) in versions:
+            # Of a version's names, the first is its own. The others are the versions that it extends.
             if name_count and not flags & _BASE:
                 (name_offset,) = struct.unpack("<I", self.read(offset + first_name_offset, 4))
                 yield _name(names, name_offset)
@@ -278,6 +280,7 @@ def _name(names: bytes, offset: int) -> str:
     if offset >= len(names) or end < 0:
         raise NotShared("names something outside its table of names")
     text = names[offset:end].decode("utf-8", "backslashreplace")
+    # Names are printed in reports, and a control character could change what a terminal shows.
     if not text.isprintable():
         raise NotShared("has a name with control characters")
     return text

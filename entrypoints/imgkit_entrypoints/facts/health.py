@@ -83,6 +83,7 @@ def read_links(reader: Reader, facts: HostFacts) -> tuple[PcieLink, ...]:
         width = reader.number(f"{path}/current_link_width")
         most_width = reader.number(f"{path}/max_link_width")
         speed = reader.text(f"{path}/current_link_speed") or ""
+        # A virtual function shows no width, or 0.
         if width and most_width:
             links.append(PcieLink(device=name, path=path, width=width, most_width=most_width, speed=speed))
     return tuple(links)
@@ -157,10 +158,10 @@ def load_problem(path: str, library_path: str | None = None) -> str:
     # -I isolates Python from the user's PYTHONPATH and site packages.
     code = "import ctypes, sys; ctypes.CDLL(sys.argv[1])"
     try:
-        result = _run(sys.executable, "-I", "-c", code, path, env=env)
+        process = _run(sys.executable, "-I", "-c", code, path, env=env)
     except subprocess.TimeoutExpired:
         return f"loading it takes more than {COMMAND_S:g} s"
-    if result.returncode == 0:
+    if process.returncode == 0:
         return ""
-    lines = result.stderr.strip().splitlines()  # the last line of a traceback is the error
-    return lines[-1] if lines else f"exit code {result.returncode}"
+    lines = process.stderr.strip().splitlines()  # the last line of a traceback is the error
+    return lines[-1] if lines else f"exit code {process.returncode}"

@@ -71,15 +71,15 @@ def requested_by(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, tupl
     ------
     UsageError : `HOST_LIBS` is neither ``none`` nor ``auto[:/FOLDER]...``.
     """
-    value = env.get(HOST_LIBS)
-    if value:
-        mode, *folders = value.split(":")
+    setting = env.get(HOST_LIBS)
+    if setting:
+        mode, *folders = setting.split(":")
         if mode not in ("none", "auto") or any(not folder.startswith("/") for folder in folders):
             hint = "auto, auto:/FOLDER:/FOLDER or none"
-            raise UsageError(f"{value!r} is neither none nor auto", where=HOST_LIBS, hint=hint)
+            raise UsageError(f"{setting!r} is neither none nor auto", where=HOST_LIBS, hint=hint)
         if mode == "none":
             return "", ()
-        return f"{HOST_LIBS}={value}", tuple(folders)
+        return f"{HOST_LIBS}={setting}", tuple(folders)
     if recipe.fabric.host_libs != "auto":
         return "", ()
     return f"{SYSTEM_JSON}: fabric.host_libs auto", recipe.runtime.host_libs
@@ -94,25 +94,26 @@ def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, s
     ------
     UsageError : `HOST_LIBS` is neither ``none`` nor ``auto[:/FOLDER]...``.
     """
-    source, first = requested_by(recipe, env)
+    source, first_folders = requested_by(recipe, env)
     if not source:
         return None
+    # `HOST` is the mount of the host's folders. Only a launch by `imgkit run`, or a bind option, creates it.
     if not reader.exists(HOST):
         return HostLibraries(source=source, bound=False)
     folders = software.library_folders(reader, env)
     search = _Search(
         reader=reader,
-        host_folders=_host_folders(reader, first),
+        host_folders=_list_host_folders(reader, first_folders),
         # A folder with links of an earlier launch leads to the host's files, so it is not the image's.
         image_folders=tuple(folder for folder in folders if not folder.startswith(LINKS)),
     )
     # The image's C library is always needed: its version decides whether a library of the host can be loaded.
     for name in (*FABRIC_LIBRARIES, "libc.so.6"):
-        search.add(name)
+        search.add(name)  # this also adds all libraries that the host's file needs
     return HostLibraries(source=source, bound=True, host=tuple(search.host), image=tuple(search.image))
 
 
-def _host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
+def _list_host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
     """Return the folders of the host in which to search for libraries, in order.
 
     The folders in `first` come first, then the versions of HPE's libfabric with the newest first, and last
@@ -149,12 +150,13 @@ class _Search:
         if name in self.seen or len(self.seen) >= _MAX_LIBRARIES or "/" in name:
             return
         self.seen.add(name)
+        # In each list of folders, only the first file counts, as for the dynamic linker.
         for folder in self.image_folders:
             path = f"{folder}/{name}"
             if self.reader.exists(path):
                 self.image.append(self._read(name, path, self.reader.target(path)))
                 break
-        if name in IMAGE_LIBRARIES:
+        if name in IMAGE_LIBRARIES:  # such as the C library, which must never come from the host
             return
         for folder in (*requester_folders, *self.host_folders):
             path = f"{folder}/{name}"
@@ -165,11 +167,13 @@ class _Search:
 
     def _add_host_library(self, name: str, path: str) -> None:
         """Add the host's file `path` for the library `name`, and then the libraries that the file needs."""
+        # The path on the host to which all links lead. In the container, the same file is below `HOST`.
         target = _follow_on_host(self.reader, path)
         library = self._read(name, path, f"{HOST}{target}" if target else "")
         self.host.append(library)
         if library.object is None:
             return
+        # The dynamic linker searches these folders for the libraries that this file needs.
         origin = str(PurePosixPath(target).parent)
         folders = []
         for folder in (*library.object.rpath, *library.object.runpath):
@@ -208,7 +212,7 @@ def _follow_on_host(reader: Reader, path: str) -> str:
     """
     resolved = PurePosixPath("/")
     remaining = list(PurePosixPath(path).parts)
-    for _ in range(_MAX_PARTS):
+    for _ in range(_MAX_PARTS):  # links may form a circle, which would never end
         if not remaining:
             return str(resolved)
         part = remaining.pop(0)
@@ -237,29 +241,30 @@ def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]
     UsageError : `CUDA_COMPAT` is none of ``none``, ``major`` and ``auto``.
     """
     rules = get_args(CompatRule)
-    value = env.get(CUDA_COMPAT, "")
-    if value and value not in rules:
-        raise UsageError(f"{value!r} is none of {', '.join(rules)}", where=CUDA_COMPAT)
-    rule = value or recipe.runtime.cuda_compat
+    user_rule = env.get(CUDA_COMPAT, "")
+    if user_rule and user_rule not in rules:
+        raise UsageError(f"{user_rule!r} is none of {', '.join(rules)}", where=CUDA_COMPAT)
+    rule = user_rule or recipe.runtime.cuda_compat
     if rule == "none":
         return None
-    if value:
-        source = f"{CUDA_COMPAT}={value}"
+    if user_rule:
+        source = f"{CUDA_COMPAT}={user_rule}"
     elif rule == "auto":
         source = f"{SYSTEM_JSON}: runtime.cuda_compat auto"
     else:
         source = "the default"
-    compat_folders = _folders_with_cuda(reader, _COMPAT_FOLDERS)
+    # Whether the libraries are used is decided later, when the versions of CUDA and the driver are compared.
+    compat_folders = _find_cuda_folders(reader, _COMPAT_FOLDERS)
     folder = compat_folders[0] if compat_folders else ""
     return CudaCompat(
         source=source,
         is_for_major=rule == "major",
         folder=folder,
         target=reader.target(f"{folder}/libcuda.so.1") if folder else "",
-        cuda_folders=_folders_with_cuda(reader, software.library_folders(reader, env)),
+        cuda_folders=_find_cuda_folders(reader, software.library_folders(reader, env)),
     )
 
 
-def _folders_with_cuda(reader: Reader, folders: Sequence[str]) -> tuple[str, ...]:
+def _find_cuda_folders(reader: Reader, folders: Sequence[str]) -> tuple[str, ...]:
     """Return the folders that contain libcuda.so.1, the driver's library."""
     return tuple(folder for folder in folders if reader.exists(f"{folder}/libcuda.so.1"))

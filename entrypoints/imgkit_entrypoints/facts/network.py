@@ -34,7 +34,7 @@ def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
             # The kernel reports -1 for an unknown speed.
             speed_Mbps=speed if speed and speed > 0 else None,
             addresses=(*v4.get(name, ()), *v6.get(name, ())),
-            physical=reader.exists(f"{path}/device"),
+            physical=reader.exists(f"{path}/device"),  # a bridge or a tunnel has no device
             pci=pci_path(reader, f"{path}/device"),
             vendor=reader.text(f"{path}/device/vendor") or "",
         )
@@ -50,12 +50,14 @@ def read_routes(reader: Reader) -> tuple[Route, ...]:
     for line in (reader.text("/proc/net/route") or "").splitlines()[1:]:
         try:
             interface, network, gateway, flags, _, _, metric, mask, *_ = line.split()
-            subnet = ipaddress.ip_network(f"{_address(network)}/{_address(mask)}", strict=False)
+            subnet = ipaddress.ip_network(
+                f"{_parse_route_address(network)}/{_parse_route_address(mask)}", strict=False
+            )
             is_up = int(flags, 16) & 1  # RTF_UP
             route = Route(
                 interface=interface,
                 network=str(subnet),
-                gateway=_address(gateway),
+                gateway=_parse_route_address(gateway),
                 metric=int(metric),
             )
         except ValueError:
@@ -65,7 +67,7 @@ def read_routes(reader: Reader) -> tuple[Route, ...]:
     return tuple(routes)
 
 
-def _address(text: str) -> str:
+def _parse_route_address(text: str) -> str:
     """Convert a hexadecimal number of /proc/net/route to an IPv4 address: ``0100000A -> 10.0.0.1``."""
     # The kernel prints the number in the byte order of the machine, which is little-endian.
     return str(ipaddress.IPv4Address(bytes.fromhex(text)[::-1]))
@@ -80,19 +82,23 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
     order. An interface may then get the address of another one, but callers mostly need to know that each has
     an address.
     """
-    unassigned = list(_local_addresses(reader.text("/proc/net/fib_trie") or ""))
-    addresses = {"lo": tuple(text for text in unassigned if text.startswith("127."))}
-    interfaces = _interfaces_by_network(reader, names)
+    # Each address is removed from this list when it is assigned, so that it is assigned only once.
+    unassigned = list(_find_local_addresses(reader.text("/proc/net/fib_trie") or ""))
+    addresses = {"lo": tuple(address_text for address_text in unassigned if address_text.startswith("127."))}
+    interfaces = _group_interfaces_by_network(reader, names)
     # Small networks come first, so that an address in a /24 is not assigned to a /16 that contains the /24.
     for network in sorted(interfaces, key=lambda network: -network.prefixlen):
-        inside = [text for text in unassigned if ipaddress.IPv4Address(text) in network]
-        unassigned = [text for text in unassigned if text not in inside]
+        inside = [
+            address_text for address_text in unassigned if ipaddress.IPv4Address(address_text) in network
+        ]
+        unassigned = [address_text for address_text in unassigned if address_text not in inside]
+        # If there are more addresses than interfaces, begin again with the first interface.
         for address, interface in zip(inside, itertools.cycle(interfaces[network])):
             addresses[interface] = (*addresses.get(interface, ()), address)
     return addresses
 
 
-def _interfaces_by_network(
+def _group_interfaces_by_network(
     reader: Reader, names: Sequence[str]
 ) -> Mapping[ipaddress.IPv4Network, Sequence[str]]:
     """Return the interfaces in `names` by the network to which they have a direct route.
@@ -104,12 +110,14 @@ def _interfaces_by_network(
         is_direct = route.gateway == "0.0.0.0" and route.network != "0.0.0.0/0"  # noqa: S104
         if is_direct and route.interface in names:
             network = ipaddress.IPv4Network(route.network)
+            # An interface may have several routes to a network, but must be in the list only once: addresses
+            # are assigned to the interfaces of a list in turn.
             if route.interface not in interfaces.setdefault(network, []):
                 interfaces[network].append(route.interface)
     return interfaces
 
 
-def _local_addresses(trie: str) -> tuple[str, ...]:
+def _find_local_addresses(trie: str) -> tuple[str, ...]:
     """Return the IPv4 addresses of this machine, in their order, without duplicates.
 
     `trie` is the content of /proc/net/fib_trie, the kernel's routing table.
@@ -147,7 +155,7 @@ def _read_ipv6_addresses(reader: Reader) -> Mapping[str, tuple[str, ...]]:
         try:
             digits, _, _, _, _, interface = line.split()
             address = ipaddress.IPv6Address(bytes.fromhex(digits))
-        except ValueError:
+        except ValueError:  # the line has another format, so skip it
             continue
         if not address.is_link_local:
             addresses[interface] = (*addresses.get(interface, ()), str(address))
@@ -174,7 +182,7 @@ def _find_device_files(reader: Reader) -> dict[str, str]:
 def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
     """Read the RDMA device `name` from sysfs. `verbs` is its device file, or "" if sysfs names none."""
     path = f"{SYSFS}/{name}"
-    numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
+    port_numbers = reader.names(f"{path}/ports", "[0-9]{1,9}")
     return RdmaDevice(
         name=name,
         path=path,
@@ -182,11 +190,12 @@ def _read_rdma_device(reader: Reader, name: str, verbs: str) -> RdmaDevice:
         pci=pci_path(reader, f"{path}/device"),
         numa_node=numa_node(reader, f"{path}/device"),
         vendor=reader.text(f"{path}/device/vendor") or "",
+        # Only a virtual function (a share of a card) has this link, which leads to the card itself.
         physical=reader.target(f"{path}/device/physfn").rsplit("/", 1)[-1],
         netdevs=reader.names(f"{path}/device/net"),
         verbs=verbs,
         verbs_opens=bool(verbs) and can_open(reader, verbs),
-        ports=tuple(_read_port(reader, name, int(number)) for number in numbers),
+        ports=tuple(_read_port(reader, name, int(number)) for number in port_numbers),
     )
 
 

@@ -90,7 +90,7 @@ class Reader:
     def _holds(self, path: str) -> bool:
         """Return whether `path` leads to a regular file below `root` after all links are resolved."""
         real = os.path.realpath(f"{self.root}/{path}")  # pathlib would be too slow, as in `content`
-        return real.startswith(_resolved(self.root)) and Path(real).is_file()
+        return real.startswith(_resolve_links(self.root)) and Path(real).is_file()
 
     def number(self, path: str) -> int | None:
         """Return the content of a file as an integer, or None if the content is not an integer."""
@@ -130,14 +130,14 @@ class Reader:
         if not self.exists(path):
             return ""
         target = os.path.realpath(self.real_path(path))
-        root = _resolved(self.root)
+        root = _resolve_links(self.root)
         if target.startswith(root):
             return f"/{target.removeprefix(root)}"
         return target
 
 
 @functools.lru_cache(maxsize=8)
-def _resolved(folder: Path) -> str:
+def _resolve_links(folder: Path) -> str:
     """Return the path of a folder with all links resolved, and with a slash at its end."""
     return os.path.realpath(folder).rstrip("/") + "/"
 

@@ -86,7 +86,8 @@ def find_libraries(
             libraries.append(Library(name=name, path=path, target=target, version=version, opens=opens))
         elif name in plugin_files and reader.live and _is_in_linker_cache(name):
             # /etc/ld.so.conf may list folders that `library_folders` does not read. The dynamic linker's
-            # cache has the names of all libraries in these folders.
+            # cache has the names of all libraries in these folders. It is the cache of this machine, so it
+            # counts only if `reader` reads this machine's files and not a saved copy of another's (`live`).
             libraries.append(Library(name=name, path=name, target=name))
     return tuple(libraries)
 
@@ -109,7 +110,7 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     For libfabric, the second text is "". For other libraries, both texts are "".
     """
     if name.startswith("libfabric."):
-        return _libfabric_version(reader, target), ""
+        return _find_libfabric_version(reader, target), ""
     if not name.startswith("libnccl-net"):
         return "", ""
     # The version of the plug-in is only found in its file. `find` is used because a regular expression for
@@ -126,7 +127,7 @@ def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
     return version[0].decode(), opens
 
 
-def _libfabric_version(reader: Reader, target: str) -> str:
+def _find_libfabric_version(reader: Reader, target: str) -> str:
     """Return the version of the libfabric in the file `target`, or an empty text if it is unknown."""
     folder, _, _ = target.rpartition("/")
     text = reader.text(f"{folder}/pkgconfig/libfabric.pc") or ""
@@ -167,9 +168,9 @@ def named_plugins(
     recipe: SystemFacts, env: Mapping[str, str], settings: Sequence[Setting]
 ) -> tuple[str, ...]:
     """Return the files of all network plug-ins that the environment, nccl.conf or the recipe names."""
-    values = [setting.value for setting in settings if setting.name == NET_PLUGIN]
+    conf_values = [setting.value for setting in settings if setting.name == NET_PLUGIN]
     file_names: dict[str, None] = {}  # each name once, in order
-    for value in (env.get(NET_PLUGIN, ""), *values, recipe.env.get(NET_PLUGIN, "")):
+    for value in (env.get(NET_PLUGIN, ""), *conf_values, recipe.env.get(NET_PLUGIN, "")):
         for name in split_plugins(value):
             file_names.update(dict.fromkeys(plugin_files(name)))
     return tuple(file_names)
@@ -192,12 +193,13 @@ def image_env(reader: Reader) -> Mapping[str, str] | None:
 
     They are in the image's manifest. If imgkit has not built the image, there is no manifest.
     """
-    data = manifest(reader)
-    base, recipe_env = data.get("base"), data.get("env")
+    manifest_values = manifest(reader)  # {} without a manifest
+    base, recipe_env = manifest_values.get("base"), manifest_values.get("env")
     base_env = base.get("env") if isinstance(base, dict) else None
     # Every base image sets at least PATH. If the manifest has no variables of the base, they are unknown.
     if not base_env or not isinstance(base_env, dict):
         return None
+    # A variable of the recipe replaces that of the base.
     variables = dict(base_env)
     if isinstance(recipe_env, dict):
         variables |= recipe_env
@@ -266,19 +268,19 @@ def torch_version(reader: Reader) -> str:
     The version is read from the file torch/version.py. An import of torch would take seconds, and
     importlib.metadata would take a quarter of imgkit's start-up time.
     """
-    match = _VERSION_LINE.search(_torch_version_file(reader)[1])
+    match = _VERSION_LINE.search(_find_torch_version_file(reader)[1])
     return match[1] if match else ""
 
 
 _VERSION_LINE = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
 
 
-def _torch_version_file(reader: Reader) -> tuple[str, str]:
+def _find_torch_version_file(reader: Reader) -> tuple[str, str]:
     """Return the path and the content of torch's version.py, or two empty texts if torch is not installed.
 
     If several folders contain torch, the file belongs to the one that Python would import.
     """
-    for folder in _python_folders():
+    for folder in _list_python_folders():
         path = f"{folder}/torch/version.py"
         text = reader.text(path)
         if text and _VERSION_LINE.search(text):
@@ -289,11 +291,11 @@ def _torch_version_file(reader: Reader) -> tuple[str, str]:
 def torch_cuda(reader: Reader) -> str:
     """Return the version of CUDA for which torch is built, or "" if torch is built for CPUs only."""
     # "cuda: Optional[str] = '12.4'", or "cuda = None"
-    match = re.search(r"^cuda(?:: [^=\n]+)? = '([^'\n]+)'", _torch_version_file(reader)[1], re.MULTILINE)
+    match = re.search(r"^cuda(?:: [^=\n]+)? = '([^'\n]+)'", _find_torch_version_file(reader)[1], re.MULTILINE)
     return match[1] if match else ""
 
 
-def _python_folders() -> tuple[str, ...]:
+def _list_python_folders() -> tuple[str, ...]:
     """Return the absolute folders from which Python imports modules."""
     return tuple(folder for folder in sys.path if folder.startswith("/"))
 
@@ -304,7 +306,7 @@ def rocm_evidence(reader: Reader) -> str:
     If the image has torch, only the GPUs for which torch is built count. A folder /opt/rocm may be mounted
     from the node, even if torch is built for other GPUs.
     """
-    path, text = _torch_version_file(reader)
+    path, text = _find_torch_version_file(reader)
     if path:
         hip = re.search(r"^hip(?:: [^=\n]+)? = '([^'\n]+)'", text, re.MULTILINE)
         return f"{path}: hip = {hip[1]}" if hip else ""
@@ -342,11 +344,12 @@ def loaded_nccl(reader: Reader, env: Mapping[str, str], on_library_path: Nccl) -
             problem, hint = f"{option!r} is not an NCCL version", "give, for example, 2.20.5"
             raise UsageError(problem, where="IMGKIT_NCCL_VERSION", hint=hint)
         return Nccl(option, f"IMGKIT_NCCL_VERSION={option}")
-    for folder in _python_folders():
+    for folder in _list_python_folders():
         # The wheel's metadata is a folder such as nvidia_nccl_cu12-2.20.5.dist-info.
         for name in reader.names(folder, r"nvidia_nccl_cu\d+-\d.*\.dist-info"):
-            _, _, text = name.partition("-")
-            version = _version(text)
+            _, _, wheel_version = name.partition("-")
+            version = _version(wheel_version)
+            # Another package may have installed the wheel, although torch does not use it.
             if version and _is_linked_to_wheel(reader):
                 return Nccl(version, f"{folder}/{name}", "torch")
     return on_library_path
@@ -359,10 +362,11 @@ def image_nccl(reader: Reader, env: Mapping[str, str]) -> Nccl:
     value of NCCL_VERSION, a variable that NVIDIA's images set.
     """
     for folder in library_folders(reader, env):
-        target = reader.target(f"{folder}/libnccl.so.2")
-        match = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", target)
+        real_file = reader.target(f"{folder}/libnccl.so.2")
+        # The name libnccl.so.2 is a link, and the name of the file to which it leads has the whole version.
+        match = re.search(r"libnccl\.so\.(\d+\.\d+\.\d+)$", real_file)
         if match:
-            return Nccl(match[1], f"{folder}/libnccl.so.2 -> {target}", "image")
+            return Nccl(match[1], f"{folder}/libnccl.so.2 -> {real_file}", "image")
     version = _version(env.get("NCCL_VERSION", ""))
     if not version:
         return Nccl()
@@ -376,7 +380,7 @@ def _is_linked_to_wheel(reader: Reader) -> bool:
     folders in which the dynamic linker searches. The torch of an NGC image uses the library path, even if
     another package has installed the wheel. If torch's library cannot be read, return True.
     """
-    path, _ = _torch_version_file(reader)
+    path, _ = _find_torch_version_file(reader)
     folder, _, _ = path.rpartition("/")
     try:
         library = elf.read(reader.real_path(f"{folder}/lib/libtorch_cuda.so"))
@@ -405,6 +409,7 @@ def nccl_settings(reader: Reader, env: Mapping[str, str]) -> tuple[Setting, ...]
     settings: dict[str, Setting] = {}
     # The user's file comes first, and `setdefault` keeps its values.
     for path in reversed(paths):
+        # Each line is NAME=VALUE. A line that begins with # is a comment.
         for line in (reader.text(path) or "").splitlines():
             name, equals, value = line.partition("=")
             if equals and not name.startswith("#"):

@@ -74,7 +74,7 @@ def _file_system(reader: Reader, path: str) -> str:
 
     It is read from /proc/self/mountinfo, whose format is in proc_pid_mountinfo(5).
     """
-    resolved = os.path.realpath(path)
+    resolved = os.path.realpath(path)  # mount points have no links in their paths
     file_system = longest_point = ""
     for line in (reader.text("/proc/self/mountinfo") or "").splitlines():
         match = _MOUNT.match(line)

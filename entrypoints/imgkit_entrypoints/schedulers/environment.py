@@ -85,12 +85,12 @@ class Environment(dict[str, str]):
         ------
         NoPlan : the variable is not set, is not a whole number, or is below `least`.
         """
-        text = self.get(name, "").strip()
-        if not text:
+        number_text = self.get(name, "").strip()
+        if not number_text:
             raise NoPlan(f"{name} is not set", hint="start the container without --cleanenv")
-        number = parse_digits(text)
-        if number is None or number < least or len(text) > MAX_DIGITS:
-            raise NoPlan(f"{text!r} is not a whole number of at least {least}", where=name)
+        number = parse_digits(number_text)
+        if number is None or number < least or len(number_text) > MAX_DIGITS:
+            raise NoPlan(f"{number_text!r} is not a whole number of at least {least}", where=name)
         return number
 
     def read_port(self, name: str) -> int | None:

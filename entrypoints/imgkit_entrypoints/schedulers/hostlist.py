@@ -118,6 +118,7 @@ def number_ranges(numbers: Iterable[str]) -> str:
     """
     ranges: list[str] = []
     previous = ""
+    # Numbers with the same value but other leading zeros, such as 9 and 009, are different hosts.
     for number in sorted(set(numbers), key=lambda number: (int(number), len(number))):
         # The number extends the last range if it follows `previous` and has the same width.
         if previous and number == f"{int(previous) + 1:0{len(previous)}d}":
@@ -142,7 +143,12 @@ class _NamePart(NamedTuple):
 def _combine_parts(parts: Sequence[_NamePart]) -> list[str]:
     """Return all host names that can be formed from the choices of `parts`, in Slurm's order.
 
-    `expand_nodelist` describes the order.
+    `expand_nodelist` describes the order. It matters, because the position of a node in the list is its rank.
+
+    Parameters
+    ----------
+    parts : the parts of a host name. A bracket, such as ``[1-2]``, has several choices, and any other text
+        has one.
     """
     brackets = [index for index, part in enumerate(parts) if part.is_bracket]
     # The indexes of the brackets, from the one that varies slowest to the fastest. The last bracket varies
@@ -150,11 +156,11 @@ def _combine_parts(parts: Sequence[_NamePart]) -> list[str]:
     # fastest.
     slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
     names = []
-    for numbers in itertools.product(*(parts[index].choices for index in slowest_first)):
-        texts = [part.choices[0] for part in parts]
-        for index, number in zip(slowest_first, numbers, strict=True):
-            texts[index] = number
-        names.append("".join(texts))
+    for chosen_numbers in itertools.product(*(parts[index].choices for index in slowest_first)):
+        part_texts = [part.choices[0] for part in parts]
+        for index, number in zip(slowest_first, chosen_numbers, strict=True):
+            part_texts[index] = number
+        names.append("".join(part_texts))
     return names
 
 
@@ -192,12 +198,14 @@ class _Expansion:
             part, end = self.read_part(position)
             parts.append(part)
             # Check before the names are built. A short list can stand for more names than fit into memory.
+            # `refuse` raises an error.
             host_count *= len(part.choices)
             if host_count > MAX_HOSTS:
                 self.refuse(position, f"more than {MAX_HOSTS} hosts")
             position = end
         if not parts:
             self.refuse(start, "a host name is missing")
+        # The last number of a bracket is usually the longest.
         if sum(len(part.choices[-1]) for part in parts) > LONGEST_NAME:
             self.refuse(start, f"a host name of more than {LONGEST_NAME} characters")
         return _combine_parts(parts), position
@@ -245,6 +253,7 @@ class _Expansion:
         Each number has at least as many digits as the low end of the range.
         """
         low, high = match[1], match[2] or match[1]
+        # `refuse` raises an error. Python would take long to convert a number of very many digits.
         if len(low) > MAX_NUMBER_DIGITS or len(high) > MAX_NUMBER_DIGITS:
             self.refuse(match.start(), "the number is too long")
         first, last = int(low), int(high)

@@ -62,6 +62,7 @@ def find_placement(env: Environment) -> Placement:
             where=f"PET_NNODES={env['PET_NNODES']}",
             hint="leave elasticPolicy out of the PyTorchJob, or --min-replicas out of runai",
         )
+    # If neither variable is set, this raises an error that names PET_NNODES.
     nnodes = env.read_number(nnodes_from or "PET_NNODES", least=1)
     requested = parse_digits(env.get("IMGKIT_NNODES", ""))
     if nnodes_from == "WORLD_SIZE" and requested is not None:

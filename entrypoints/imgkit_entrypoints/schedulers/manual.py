@@ -98,7 +98,8 @@ def start_argv(
     options = ["--nnodes", str(nnodes), "--node-rank", str(node_rank), "--head", head]
     if port:
         options += ["--port", str(port)]
-    # The command may begin with a container runtime: "apptainer exec image.sif dist-run ...".
+    # The command may begin with a container runtime: "apptainer exec image.sif dist-run ...". If no argument
+    # is a dist-* command, the flags follow the first word.
     end = 1
     for position, arg in enumerate(command, start=1):
         if PurePath(arg).name.startswith("dist-"):

@@ -174,6 +174,7 @@ class MpiLauncher:
         ------
         NoPlan : a number is unknown, or the numbers contradict each other.
         """
+        # A name that ends with _from is the variable that contains the value, or "" if none is set.
         local_size = self._read_local_size(env, host_count)
         size_from = env.first_set(self.fields.world_size)
         size = env.read_number(size_from, least=1) if size_from else local_size * host_count
@@ -217,15 +218,16 @@ class MpiLauncher:
         # Without a list of hosts, the number of nodes can only be computed from these two numbers.
         for names in (fields.world_size, fields.local_world_size):
             if not host_count and not env.first_set(names):
-                raise self._unknown_number_error(env, "nodes", names)
+                raise self._make_number_error(env, "nodes", names)
         if local_size_from:
             return env.read_number(local_size_from, least=1)
         if size_from:
             return max(1, env.read_number(size_from) // host_count)
+        # A launcher may set only the rank. Then assume one rank for each node if nothing contradicts it.
         if self._is_alone(env):
             return 1
         names = (*fields.local_world_size, *fields.world_size)
-        raise self._unknown_number_error(env, "ranks on this node", names)
+        raise self._make_number_error(env, "ranks on this node", names)
 
     def _is_alone(self, env: Environment) -> bool:
         """Return whether this process seems to be the only rank on its node.
@@ -238,7 +240,7 @@ class MpiLauncher:
         local_rank = env.get(env.first_set(self.fields.local_rank), "0")
         return rank is not None and rank == node_rank and local_rank == "0"
 
-    def _unknown_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
+    def _make_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
         """Return the error about a number that is unknown because none of the variables `names` is set.
 
         `numbers` says what is counted, such as ``nodes``. The hint tells the user to list the hosts.
@@ -290,7 +292,7 @@ class MpiLauncher:
             return node_rank, name
         rank_from = env.first_set(self.fields.rank)
         # With 2 nodes and 4 ranks, ranks 0 and 1 are either on the same node (filled) or on different nodes
-        # (in turn).
+        # (in turn). If both orders are possible, the first is assumed.
         fills_nodes = ranks.rank % ranks.local_world_size == ranks.local_rank
         alternates = ranks.rank // nnodes == ranks.local_rank
         if alternates and not fills_nodes:

@@ -149,7 +149,7 @@ def _is_script(env: Environment) -> bool:
     if _SPAWNED.fullmatch(env.get("PBS_TASKNUM", "")):
         return False
     if env.get("PBS_NODENUM", "0") != "0":
-        return False  # the script always runs on host 0
+        return False  # it is a task, because the script always runs on host 0
     if env.present("PBS_ENVIRONMENT", "PBS_TASKNUM"):
         return True
     # If neither variable is set, the process is a task if the list of hosts was passed on to it.

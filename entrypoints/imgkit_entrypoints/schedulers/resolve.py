@@ -45,15 +45,15 @@ def find_placement(
     NoPlan : no placement can be right. The hint says what to start instead.
     """
     # The modules of the launchers read flags as variables.
-    env_with_flags = _flags_as_variables(request, Environment(env, read))
+    env_with_flags = _convert_flags(request, Environment(env, read))
     try:
         placement = _detect_placement(request, env_with_flags)
     except NoPlan as error:
         # If the user has typed a flag, the error should name the flag, and not its variable.
         if error.where and error.where in env_with_flags:
-            error.where = _flags_by_variable(env).get(error.where, error.where)
+            error.where = _find_flags_by_variable(env).get(error.where, error.where)
         raise
-    return _with_requested_values(_with_fast_network(placement, head_suffix), request, env)
+    return _apply_request(_put_head_on_fast_network(placement, head_suffix), request, env)
 
 
 def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
@@ -62,6 +62,8 @@ def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
     Each module of a launcher, such as Slurm's, finds the placement in the variables of that launcher.
     """
     _refuse_nesting(env)
+    # The launchers whose variables are set, such as Slurm's. If one launcher is known to set the variables of
+    # another, the other one is left out.
     launchers = _find_launchers(env)
     if request.scheduler:
         placement = _ask_launcher(_get_scheduler(request.scheduler, env), request, env)
@@ -73,7 +75,7 @@ def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
         _refuse_two_launchers(launchers[:2], env)
     elif launchers:
         placement = _ask_launcher(launchers[0], request, env)
-    elif manual.claims(env):
+    elif manual.claims(env):  # IMGKIT_NNODES or a list of hosts requests several nodes
         placement = _ask_launcher(manual, request, env)
     else:
         placement = _ask_launcher(standalone, request, env)
@@ -81,7 +83,7 @@ def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
     return placement
 
 
-def _with_fast_network(placement: Placement, suffix: str) -> Placement:
+def _put_head_on_fast_network(placement: Placement, suffix: str) -> Placement:
     """Return the placement with the head's name on the fast network.
 
     With the suffix ``-ib``, ``n1`` becomes ``n1-ib``. Only a name from Slurm's own list is changed. A head or
@@ -90,7 +92,7 @@ def _with_fast_network(placement: Placement, suffix: str) -> Placement:
     hosts_from = placement.source.get("hosts", "")
     if not suffix or not placement.head or hosts_from not in slurm.FIELDS["hosts"]:
         return placement
-    if placement.source["head"] != hosts_from:
+    if placement.source["head"] != hosts_from:  # the user has named the head
         return placement
     name, dot, domain = placement.head.partition(".")
     source = {**placement.source, "head": f"{hosts_from}, with the system's fabric.head_suffix {suffix!r}"}
@@ -109,11 +111,11 @@ def placement_warnings(
     recipe : the scheduler for which the image was built. Empty if there is none.
     """
     is_alone = placement.scheduler == standalone.NAME and placement.direct is None
-    text = missing_launcher_clause(recipe, env)
-    if not text or not is_alone or request.scheduler or request.nnodes:
+    clause = missing_launcher_clause(recipe, env)
+    if not clause or not is_alone or request.scheduler or request.nnodes:
         return ()
     return (
-        f"{text}: only this machine is used. In a job, start the container without --cleanenv. To use one "
+        f"{clause}: only this machine is used. In a job, start the container without --cleanenv. To use one "
         "machine on purpose: --nnodes 1",
     )
 
@@ -152,13 +154,13 @@ def _ask_launcher(module: Scheduler, request: PlacementRequest, env: Environment
     except WrongStart as error:
         if request.nnodes == 1:
             return standalone.single_node()
-        host_command = _command_on_host(request.command, env)
+        host_command = _build_host_command(request.command, env)
         command = module.per_node_command(host_command, nnodes=error.nnodes, env=env)
         hint = f"start it once per node:\n{command}\n(or, to use this node alone: --nnodes 1)"
         raise NoPlan(error.what, where=error.where, hint=hint) from None
 
 
-def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...]:
+def _build_host_command(command: Sequence[str], env: Environment) -> tuple[str, ...]:
     """Return the argv that the user has to type on the host to run `command` in this container.
 
     An example is ``apptainer exec --nv image.sif dist-run train.py``. Outside of a container of Singularity
@@ -171,6 +173,7 @@ def _command_on_host(command: Sequence[str], env: Environment) -> tuple[str, ...
         # Without squashfuse, the runtime unpacks the .sif into a temporary folder. *_CONTAINER is then the
         # path of that folder, but *_NAME is still the name of the .sif.
         name = env.get(f"{runtime.upper()}_NAME")
+        # The name has no folder, so the command works only in the folder of the .sif.
         if name and name != PurePath(image).name:
             image = name
         options = []
@@ -194,6 +197,7 @@ def _refuse_other_rank(launchers: Sequence[Scheduler], placement: Placement, env
             launched = module.find_placement(env)
         except NoPlan:
             continue  # the launcher has not started this process, but ssh, for example
+        # If the numbers of nodes differ, the user has deliberately started another run within the job.
         is_same_run = launched.nnodes == placement.nnodes and launched.direct is None
         if is_same_run and launched.node_rank != placement.node_rank:
             name = launched.source.get("node_rank", "")
@@ -211,7 +215,7 @@ def _refuse_wrong_order(placement: Placement, env: Environment) -> None:
 
     All nodes take the first host in the list for node 0, so they would connect to the wrong host.
     """
-    position = env.find_position(placement.hosts)
+    position = env.find_position(placement.hosts)  # of this host in the list, or None if it is not there
     if placement.nnodes == 1 or position in (None, placement.node_rank):
         return
     hosts_from = placement.source.get("hosts", "")
@@ -234,7 +238,7 @@ _FLAG_VARIABLES: Mapping[str, str] = {
 }
 
 
-def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environment:
+def _convert_flags(request: PlacementRequest, env: Environment) -> Environment:
     """Return the environment with each flag as a variable: ``--node-rank 2`` becomes IMGKIT_NODE_RANK=2.
 
     The modules of the launchers then only have to read variables.
@@ -250,7 +254,7 @@ def _flags_as_variables(request: PlacementRequest, env: Environment) -> Environm
     return Environment(variables, env.read)
 
 
-def _flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
+def _find_flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
     """Return the flags that belong to variables in `_FLAG_VARIABLES`, such as ``--head`` for IMGKIT_HEAD.
 
     Variables that are set in `env` are left out, because the user has set the variable and not the flag.
@@ -262,20 +266,19 @@ def _flags_by_variable(env: Mapping[str, str]) -> dict[str, str]:
     return flags
 
 
-def _with_requested_values(
-    placement: Placement, request: PlacementRequest, env: Mapping[str, str]
-) -> Placement:
+def _apply_request(placement: Placement, request: PlacementRequest, env: Mapping[str, str]) -> Placement:
     """Return the placement with the port, the spares and the direct rank that the user has requested.
 
-    In direct mode, the launcher has started every rank itself, without torchrun. The modules of the launchers
-    have read flags as variables. The sources in the result name the flags again.
+    Spares are nodes that wait to replace a lost node. In direct mode, the launcher has started every rank
+    itself, without torchrun. The modules of the launchers have read flags as variables, so the sources in the
+    placement name variables. The sources in the result name the flags again.
 
     Raises
     ------
     NoPlan : a flag contradicts the launcher.
     """
     _refuse_contradictions(placement, request)
-    source = dict(placement.source)
+    source = dict(placement.source)  # the variable from which each field was read
     port = placement.port
     if request.port is not None:
         port = request.port
@@ -286,11 +289,12 @@ def _with_requested_values(
         direct = Direct(
             rank=placement.node_rank, local_rank=0, world_size=placement.nnodes, local_world_size=1
         )
-    flags = _flags_by_variable(env)
+    flags = _find_flags_by_variable(env)
     return dataclasses.replace(
         placement,
         port=port,
         direct=direct,
+        # Without spares, the size says no more than `nnodes`.
         size=request.size if request.size and request.size.spares else None,
         source={field: flags.get(name, name) for field, name in source.items() if name},
     )

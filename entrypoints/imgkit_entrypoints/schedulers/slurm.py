@@ -61,7 +61,7 @@ def claims(env: Environment) -> tuple[str, ...]:
     names = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
     # The salloc shell of a heterogeneous job has none of these variables, but only the lists of its
     # components.
-    return (*env.present(*names), *_hetjob_variables(env))
+    return (*env.present(*names), *_find_hetjob_variables(env))
 
 
 def find_placement(env: Environment) -> Placement:
@@ -74,7 +74,7 @@ def find_placement(env: Environment) -> Placement:
     WrongStart : this is the shell of the batch script or of salloc, and the job has several nodes.
     NoPlan : the job is heterogeneous, or variables contradict each other.
     """
-    components = _hetjob_variables(env)
+    components = _find_hetjob_variables(env)
     if components:
         raise NoPlan(
             "this is a heterogeneous Slurm job, which is not supported",
@@ -87,7 +87,7 @@ def find_placement(env: Environment) -> Placement:
     hosts = step_hosts.names
     nnodes_from = env.first_set(FIELDS["nnodes"])
     nnodes = env.read_number(nnodes_from, least=1) if nnodes_from else len(hosts)
-    job_nodes, job_nodes_from = _job_nodes(env)
+    job_nodes, job_nodes_from = _read_node_count(env)
     if nnodes < job_nodes and _is_shell(env):
         raise WrongStart(
             f"this is the shell of salloc, on 1 of the job's {job_nodes} nodes: srun has started nothing on "
@@ -137,7 +137,7 @@ def find_placement(env: Environment) -> Placement:
         head=head,
         job_id=job_id,
         source=source,
-        direct=None if _is_shell(env) else _direct_rank(env, nnodes, node_rank),
+        direct=None if _is_shell(env) else _find_direct_rank(env, nnodes, node_rank),
     )
 
 
@@ -157,6 +157,7 @@ def start_argv(
     outlives_nodes : True if the step must continue when a task ends or a node is lost.
     options : further options of srun.
     """
+    # One task on each node: a dist-* command starts the ranks of its node itself.
     argv = ["srun", f"--nodes={nnodes}", f"--ntasks={nnodes}", "--ntasks-per-node=1"]
     if cpus is not None:
         argv.append(f"--cpus-per-task={cpus}")
@@ -182,7 +183,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
     return shlex.join(start_argv(command, nnodes=nnodes, cpus=cpus))
 
 
-def _hetjob_variables(env: Environment) -> tuple[str, ...]:
+def _find_hetjob_variables(env: Environment) -> tuple[str, ...]:
     """Return the variables that list the components of a heterogeneous job, or () in any other job."""
     return tuple(name for name in sorted(env) if _HET.fullmatch(name))
 
@@ -195,7 +196,7 @@ def _expand_hosts(env: Environment, names: Sequence[str]) -> HostList:
     return HostList(expand_nodelist(env[name], where=name), name)
 
 
-def _job_nodes(env: Environment) -> tuple[int, str]:
+def _read_node_count(env: Environment) -> tuple[int, str]:
     """Return the number of nodes of the job, and the variable that contains it.
 
     The number is 0 if no variable contains it.
@@ -225,9 +226,11 @@ def _find_placement_outside_step(env: Environment) -> Placement:
 
     Raises
     ------
-    WrongStart : the job has several nodes, or this shell does not run on the job's node.
+    WrongStart : the job has several nodes, or this shell does not run on the job's node. The caller adds the
+        command that starts the run on `nnodes` nodes.
     """
-    nnodes, nnodes_from = _job_nodes(env)
+    # A name that ends with _from is the variable that contains the value, for messages.
+    nnodes, nnodes_from = _read_node_count(env)
     hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
     # A batch script has SLURM_NODEID, but a shell of salloc on the login node does not.
     is_on_node = env.first_set(FIELDS["node_rank"]) != ""
@@ -240,6 +243,7 @@ def _find_placement_outside_step(env: Environment) -> Placement:
             where=env.quote(nnodes_from),
             nnodes=nnodes,
         )
+    # In a job of one node, salloc may have opened the shell on that node or on the login node.
     hostname = env.hostname()
     if not is_on_node and hosts.names and hostname:
         job_node = hosts.names[0]
@@ -263,7 +267,7 @@ def _job_id(env: Environment) -> tuple[str, str]:
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
-def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
+def _find_direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None:
     """Return the rank of this task if the step has several tasks on a node, otherwise None.
 
     With several tasks on a node, srun has already started every rank, and torchrun is not used.
@@ -272,7 +276,7 @@ def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None
     ------
     NoPlan : the numbers of tasks and nodes contradict each other, or a number is missing.
     """
-    counts = _task_counts(env, nnodes)
+    counts = _read_task_counts(env, nnodes)
     if max(counts) == 1:
         return None
     return Direct(
@@ -283,7 +287,7 @@ def _direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct | None
     )
 
 
-def _task_counts(env: Environment, nnodes: int) -> Sequence[int]:
+def _read_task_counts(env: Environment, nnodes: int) -> Sequence[int]:
     """Return the number of tasks on each node of the step, such as ``(4, 4, 3)``.
 
     Raises
@@ -292,15 +296,17 @@ def _task_counts(env: Environment, nnodes: int) -> Sequence[int]:
     """
     counts_from = env.first_set(FIELDS["tasks"])
     if counts_from:
-        text = env[counts_from]  # "4(x2),3"
-        counts = expand_counts(text, where=counts_from)
+        counts_text = env[counts_from]  # "4(x2),3"
+        counts = expand_counts(counts_text, where=counts_from)
         if len(counts) != nnodes:
-            problem = f"{counts_from} has counts for {len(counts)} nodes, but the step has {nnodes}: {text}"
+            problem = (
+                f"{counts_from} has counts for {len(counts)} nodes, but the step has {nnodes}: {counts_text}"
+            )
             raise NoPlan(problem, where=counts_from)
         return counts
     # Without the counts, all nodes must have the same number of tasks.
     total_from = env.first_set(FIELDS["world_size"])
-    total = env.read_number(total_from, least=1) if total_from else nnodes
+    total = env.read_number(total_from, least=1) if total_from else nnodes  # one task on each node
     if total % nnodes:
         raise NoPlan(
             f"the step has {total} tasks on {nnodes} nodes, but no variable says how many run on each",

@@ -30,11 +30,11 @@ def find_placement(env: Environment) -> Placement:
     """
     # All variables of a torch rank are set, and there are several ranks.
     if env.present(*WORKER) == WORKER and env.read_number("WORLD_SIZE", least=1) > 1:
-        return _direct_placement(env)
+        return _find_direct_placement(env)
     # LSF is not supported. But an LSF job on one host is the same as a run on this machine.
-    host_file = env.get("LSB_DJOB_HOSTFILE")
-    text = env.read(host_file) if host_file else None
-    hosts = unique_names((text or "").split())
+    host_file = env.get("LSB_DJOB_HOSTFILE")  # it has a line for each slot, so hosts occur several times
+    host_lines = env.read(host_file) if host_file else None
+    hosts = unique_names((host_lines or "").split())
     if len(hosts) > 1:
         raise NoPlan(
             f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}): LSF is not supported",
@@ -55,7 +55,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
     return shlex.join(command)
 
 
-def _direct_placement(env: Environment) -> Placement:
+def _find_direct_placement(env: Environment) -> Placement:
     """Return the placement of a rank that an unknown launcher has started, from torch's variables.
 
     Raises

@@ -35,10 +35,10 @@ def measure_exchange_GBps(measurer: Measurer, size_bytes: int) -> float:
     measurer.noise.fill(buffers.input, ranks.rank, 0)
     launch = collectives.bind(sendrecv, buffers, ranks)
     launch()  # the first launch sets up the connection, so it is not timed
-    single_s = _slowest(measurement.time_batch(launch, 1, ranks), ranks)
-    launches = _plan_launches(measurer, single_s)
+    single_s = _find_slowest(measurement.time_batch(launch, 1, ranks), ranks)
+    launches = _plan_launches(measurer, single_s)  # equal on both ranks, because `single_s` is
     batches = [measurement.time_batch(launch, launches, ranks) for _ in range(MIN_BATCHES)]
-    seconds = _slowest(statistics.median(batches) / launches, ranks)
+    seconds = _find_slowest(statistics.median(batches) / launches, ranks)
     return count * item_bytes / seconds / 1e9
 
 
@@ -55,7 +55,7 @@ def _plan_launches(measurer: Measurer, single_s: float) -> int:
     return max(1, iterations // MIN_BATCHES)
 
 
-def _slowest(seconds: float, ranks: Ranks) -> float:
+def _find_slowest(seconds: float, ranks: Ranks) -> float:
     """Return the larger of the times that the two ranks pass to this function, on both ranks."""
     tensor = torch.tensor([seconds], dtype=torch.float64, device=ranks.device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)

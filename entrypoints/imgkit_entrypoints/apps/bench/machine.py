@@ -87,17 +87,18 @@ def free_node_bytes(reader: Reader) -> int | None:
     The job may be in a cgroup (a group of processes) with its own limit of memory. The lower of the node's
     free memory and the cgroup's free memory counts.
     """
-    values = []
+    free_bytes = []
     for line in (reader.text("/proc/meminfo") or "").splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
-            values.append(int(rest.split()[0]) * 1024)  # "MemAvailable:  527902004 kB"
-    # The job's cgroup may allow less than the node has.
+            free_bytes.append(int(rest.split()[0]) * 1024)  # "MemAvailable:  527902004 kB"
+    # The job's cgroup may allow less than the node has. Without a limit, the file contains "max", which is no
+    # number.
     limit = reader.number("/sys/fs/cgroup/memory.max")
     used = reader.number("/sys/fs/cgroup/memory.current")
     if limit is not None and used is not None:
-        values.append(max(0, limit - used))
-    return min(values, default=None)
+        free_bytes.append(max(0, limit - used))
+    return min(free_bytes, default=None)
 
 
 def free_memory_bytes(ranks: Ranks, ranks_on_node: int) -> int | None:
@@ -144,6 +145,7 @@ def read_machine(
         system = facts.system_facts(env=env)
         network = fabric.choose_fabric(host, system, env, nnodes=nodes, head=env.get("MASTER_ADDR", ""))
     except ImgkitError:
+        # A measurement does not need these facts, so a wrong variable or file must not end it.
         return Machine(fingerprint=versions)
     models = {gpu.model for gpu in host.gpu_devices}
     image = ""

@@ -90,6 +90,7 @@ class Measurer:
             buffers = collectives.allocate(collective, count, dtype, self.ranks, copies)
         except (RuntimeError, MemoryError):  # the errors of CUDA and of the CPU allocator are RuntimeErrors
             failures += 1
+        # A rank that raised the error alone would leave the others waiting in the next collective.
         dist.all_reduce(failures)  # on every rank, the sum is the number of ranks that failed
         if failures.item():
             raise OutOfMemory
@@ -176,6 +177,7 @@ class Measurer:
         # Number of launches that fit into the time budget. A coarse clock may measure 0 s, hence the minimum.
         fitting = self.options.seconds / max(launch_s, 1e-7)
         own_values = (fitting, launch_s > _SLOW_S, is_stop_requested())
+        # Each rank has measured another time, so all ranks use the values of rank 0.
         fitting, is_slow, must_stop = broadcast_numbers(own_values, self.ranks)
         if must_stop:
             raise Stopped
@@ -191,11 +193,12 @@ class Measurer:
         """
         # If sums are written to the input buffer, the values grow with each launch and would become infinite.
         # So these buffers are filled again before each batch.
+        # With separate input and output, the input never changes.
         sums_in_place = collective.sums and not collective.separate
         launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
         seconds = []
         for batch in range(counts.batches):
-            self._raise_if_stopped(is_slow)
+            self._raise_if_stopped(is_slow)  # on all ranks, if a stop was requested
             if batch == 0 or sums_in_place:
                 for index, copy in enumerate(buffers):
                     self.noise.fill(copy.input, self.ranks.rank, index)
@@ -219,17 +222,17 @@ class Measurer:
         launch = collectives.bind(collective, buffers, self.ranks)
         rank = self.ranks.rank
         count = counts.size_bytes // self.dtype.item_bytes
-        result = collective.result(Shape(count=count, ranks=self.ranks.world_size, rank=rank))
-        total = 0
+        expected_segments = collective.result(Shape(count=count, ranks=self.ranks.world_size, rank=rank))
+        wrong_count = 0
         first_wrong = None
         for iteration in range(counts.verified):
             self._raise_if_stopped(is_slow)
             expected.fill(buffers.input, rank, iteration)
             launch()
             self.ranks.synchronize()
-            total += expected.count_wrong(buffers.output, result, iteration)
-            if total and first_wrong is None:
-                difference = expected.find_first_wrong(buffers.output, result, iteration)
+            wrong_count += expected.count_wrong(buffers.output, expected_segments, iteration)
+            if wrong_count and first_wrong is None:
+                difference = expected.find_first_wrong(buffers.output, expected_segments, iteration)
                 assert difference is not None
                 first_wrong = WrongElement(
                     collective=collective.name,
@@ -240,7 +243,7 @@ class Measurer:
                     expected=f"{difference.expected:g}",
                     actual=f"{difference.actual:g}",
                 )
-        return total, first_wrong
+        return wrong_count, first_wrong
 
     def _raise_if_stopped(self, is_slow: bool) -> None:
         """Raise Stopped on all ranks if the node agent of rank 0 has requested a stop.
@@ -285,6 +288,7 @@ def time_batch(launch: Launch, count: int, ranks: Ranks) -> float:
         for _ in range(count):
             launch()
         return time.perf_counter() - start_s
+    # On a GPU, a launch only queues the work. An event is queued, too, and records when the GPU reaches it.
     start = torch.cuda.Event(enable_timing=True)
     end = torch.cuda.Event(enable_timing=True)
     start.record()

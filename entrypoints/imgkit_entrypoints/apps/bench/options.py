@@ -79,10 +79,10 @@ def parse_requirement(text: str) -> Requirement:
             f"{text!r} is neither a percentage of the expected busbw (80%) nor a busbw in GBps (300): "
             "1 GBps is 1e9 bytes per second, so 300 Gbps are 37.5 GBps"
         )
-    value = float(match[1])
+    amount = float(match[1])
     if match[2] == "%":
-        return Requirement(percent=value)
-    return Requirement(GBps=value)
+        return Requirement(percent=amount)
+    return Requirement(GBps=amount)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +211,7 @@ def read_options(args: Sequence[str] | None = None) -> BenchOptions:
     add_options(parser, OPTIONS)
     parsed = parser.parse_args(args)
     refuse_unused(parser, parsed, NEEDS)
-    if parsed.size_bytes is not None:
+    if parsed.size_bytes is not None:  # a single size is a range of one size
         parsed.min_bytes = parsed.max_bytes = parsed.size_bytes
     if parsed.max_bytes is not None and parsed.max_bytes < parsed.min_bytes:
         parser.error(f"--max {parsed.max_bytes} is below --min {parsed.min_bytes}")

@@ -66,7 +66,7 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
     node_names = machine.node_names(machine.gather_nodes(ranks))
     hosts = tuple(dict.fromkeys(node_names))
     ranks_on_node = machine.ranks_per_node(node_names)
-    node = machine.read_machine(os.environ, len(hosts), ranks_on_node, _software_versions(ranks))
+    node = machine.read_machine(os.environ, len(hosts), ranks_on_node, _read_software_versions(ranks))
     line_rate_Gbps = options.line_rate_Gbps or node.line_rate_Gbps
     run_file = _run_file(os.environ)
     output_paths = {f"{option} FILE": Path(path) for option, path in options.output_paths.items()}
@@ -74,7 +74,7 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
     if run_file is not None:
         output_paths["IMGKIT_RUN_DIR=FOLDER"] = run_file
     _refuse_on_rank_0(options, ranks, len(hosts), line_rate_Gbps, output_paths)
-    free_bytes = _least_free_bytes(ranks, ranks_on_node)
+    free_bytes = _find_least_free_bytes(ranks, ranks_on_node)
     dtype = verify.dtype_named(options.dtype)
     expected = None
     if options.verify:
@@ -114,7 +114,7 @@ def _run_file(env: Mapping[str, str]) -> Path | None:
     return files.in_job_folder(Path(folder), env) / RUN_FILE
 
 
-def _least_free_bytes(ranks: Ranks, ranks_on_node: int) -> float:
+def _find_least_free_bytes(ranks: Ranks, ranks_on_node: int) -> float:
     """Return the free memory of the rank that has least, or infinity if it is unknown on all ranks.
 
     All ranks must call this function.
@@ -158,7 +158,7 @@ def _refuse_on_rank_0(
         raise problem or UsageError("rank 0 refused its options; its output says why")
 
 
-def _software_versions(ranks: Ranks) -> Mapping[str, str]:
+def _read_software_versions(ranks: Ranks) -> Mapping[str, str]:
     """Return the versions of torch, CUDA and NCCL, and the name of the GPU."""
     versions = {"torch": torch.__version__}
     if ranks.device.type == "cuda":

@@ -57,14 +57,14 @@ def _format(size_bytes: int, step: int, units: tuple[str, ...]) -> str:
     ----------
     step : factor between a unit and the next larger unit, which is 1000 or 1024.
     """
-    value = float(size_bytes)
+    size_in_unit = float(size_bytes)
     power = 0
-    while value >= step and power < len(units) - 1:
-        value /= step
+    while size_in_unit >= step and power < len(units) - 1:
+        size_in_unit /= step
         power += 1
     # With three digits, 1023KiB would be printed as 1.02e+03KiB.
-    digits = 4 if value >= 1000 else 3
-    return f"{value:.{digits}g}{units[power]}"
+    digits = 4 if size_in_unit >= 1000 else 3
+    return f"{size_in_unit:.{digits}g}{units[power]}"
 
 
 def iterate_sizes(min_bytes: int, max_bytes: int, factor: int) -> Iterator[int]:

@@ -44,7 +44,7 @@ class Sweep:
             self._record.transport = self._gather_transports()
         except RuntimeError as error:  # the backends raise this if another rank is gone
             has_lost_peer = True
-            reason = _first_sentence(error)
+            reason = _take_first_sentence(error)
             self._print_note(
                 f"INCOMPLETE: a collective failed. The sizes above are complete. The error: {reason}"
             )
@@ -94,7 +94,7 @@ class Sweep:
                 self._print_note(self._describe_memory(collective, size_bytes))
                 return False
             self._report_size(collective, measurement)
-            previous = measurement.counts
+            previous = measurement.counts  # for the plan of the next size
         return True
 
     def _measure_size(self, collective: Collective, size_bytes: int, previous: Counts | None) -> Measurement:
@@ -136,11 +136,12 @@ class Sweep:
 
         This runs the collective once at the smallest size, so all ranks must call this method.
         """
+        # A size of 1 byte is rounded up to whole elements, or to a chunk for each rank.
         smallest = min(size_bytes, self._measurer.size_bytes(collective, 1))
         try:
             self._measurer.run_once(collective, smallest)
         except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-            message = _first_line(error) or type(error).__name__
+            message = _take_first_line(error) or type(error).__name__
             is_unsupported = any(text in message.lower() for text in _UNSUPPORTED)
             if isinstance(error, RuntimeError) and not is_unsupported:  # for example, another rank has failed
                 raise
@@ -188,6 +189,7 @@ class Sweep:
         reasons = []
         if self._record.wrong:
             reasons.append(f"{self._record.wrong} elements were wrong, so run dist-doctor before you train")
+        # An incomplete run lacks sizes, so it cannot be judged. It fails in any case.
         if self._record.complete:
             reasons += verdict.find_shortfalls(self._setup.options.requirement, self._verdicts())
         if reasons:
@@ -223,6 +225,7 @@ class Sweep:
         ----------
         more_notes : sentences that are saved only this time, in addition to those in `_notes`.
         """
+        # Only rank 0 writes. All ranks have the same results, because measurements are exchanged.
         if self._setup.ranks.rank != 0:
             return
         options = self._setup.options
@@ -253,18 +256,18 @@ class Sweep:
         return {"sentences": [*self._describe_verdicts(), *self._notes, *more_notes], "busbw": busbw}
 
 
-def _first_line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     """Return the first line of an error, or an empty text if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else ""
 
 
-def _first_sentence(error: RuntimeError) -> str:
+def _take_first_sentence(error: RuntimeError) -> str:
     """Return the first sentence of a backend's error, without the position in gloo's source code.
 
     ``[/src/pair.cc:1] Connection closed by peer. More.`` gives ``Connection closed by peer``.
     """
-    first_line = _first_line(error) or "no reason given"
+    first_line = _take_first_line(error) or "no reason given"
     sentence, _, _ = re.sub(r"^\[\S+\] ", "", first_line).partition(". ")
     return sentence[:300]
 

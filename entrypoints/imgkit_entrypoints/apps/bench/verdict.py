@@ -120,6 +120,8 @@ def find_shortfalls(requirement: Requirement | None, verdicts: Sequence[BusbwVer
         yield f"nothing was measured that could reach the {requirement} of --require"
     for verdict in verdicts:
         subject = f"{verdict.collective} of {sizes.format_size(verdict.size_bytes)} reached"
+        # The percentage is None if the line rate is unknown. `refuse_requirement` has refused a required
+        # percentage in this case.
         percent = verdict.percent or 0.0
         if requirement.GBps is not None and verdict.busbw_GBps < requirement.GBps:
             yield f"{subject} {verdict.busbw_GBps:.4g} GBps of busbw, --require asks for {requirement}"

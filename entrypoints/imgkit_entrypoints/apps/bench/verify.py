@@ -75,16 +75,16 @@ def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
     nonzero = 1 << 16
     if ranks > dtype.exact:
         nonzero = (dtype.exact << 15) // ranks
-    values = array.array("i")
+    table = array.array("i")
     for index in range(PERIOD):
         bits = _hash(index + 1)
         # The upper half of the hash decides whether the number is 0. Its value depends on the whole hash.
         upper_half = bits >> 16
-        value = 0
+        number = 0
         if upper_half < nonzero:
-            value = bits % modulus
-        values.append(value)
-    return values
+            number = bits % modulus
+        table.append(number)
+    return table
 
 
 def _hash(number: int) -> int:
@@ -181,7 +181,7 @@ class ExpectedValues:
 
         # The count stays on the device until the whole buffer is compared, so there is only one wait.
         count = torch.zeros((), dtype=torch.int64, device=buffer.device)
-        for block in self._blocks(buffer, result, iteration):
+        for block in self._divide_into_blocks(buffer, result, iteration):
             count += torch.count_nonzero(self._compare_bits(block))
         return int(count.item())
 
@@ -195,7 +195,7 @@ class ExpectedValues:
         """
         import torch
 
-        for block in self._blocks(buffer, result, iteration):
+        for block in self._divide_into_blocks(buffer, result, iteration):
             positions = torch.nonzero(self._compare_bits(block))
             if len(positions):
                 index = int(positions[0].item())
@@ -208,7 +208,9 @@ class ExpectedValues:
         """Return a boolean for each element of a block: whether its bits differ from the expected bits."""
         return block.expected.view(self._bits) != block.actual.view(self._bits)
 
-    def _blocks(self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int) -> Iterator[_Block]:
+    def _divide_into_blocks(
+        self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int
+    ) -> Iterator[_Block]:
         """Divide a buffer into blocks, and yield each with its expected values.
 
         Parameters
@@ -222,6 +224,8 @@ class ExpectedValues:
             if source is None:
                 table = self._total
                 source = 0
+            # The input of each rank begins at another position of the table, which is periodic. A block never
+            # crosses the table's end, because the table on the device has several periods.
             first = table_position(source, iteration) + segment.offset
             for offset, position, length in iterate_blocks(segment.count, first, self._block):
                 start = segment.start + offset

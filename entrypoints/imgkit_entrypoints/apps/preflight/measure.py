@@ -97,6 +97,7 @@ def measure_matmul_TFLOPs(kind: str, threads: int) -> float:
     elapsed_s = 0.0
     start_s = time.monotonic()
     while elapsed_s < MATMUL_S:
+        # This waits until all devices have finished, so the time includes the slowest.
         _multiply(matrices, results, PRODUCTS[kind])
         products += PRODUCTS[kind]
         elapsed_s = time.monotonic() - start_s
@@ -115,6 +116,8 @@ def _multiply(matrices: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
 
 def measure_pair_GBps(request: MeasureRequest, kind: str) -> float:
     """Measure the bandwidth between the two nodes of ``request.group``, for each direction, in GB/s."""
+    # The preflight is a measurement before the start of a run. A process on the head (node 0) serves the
+    # store, over which the two nodes find each other. Each pair has keys of its own in each stage.
     limit = datetime.timedelta(seconds=request.limit_s)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], request.store, is_master=False, timeout=limit)
     device = torch.device("cpu")

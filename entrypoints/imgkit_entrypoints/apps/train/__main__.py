@@ -125,7 +125,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     config = dataclasses.replace(config, global_batch=order.global_batch, log_every=log_every)
     start = course.position
     course.samples = len(samples)
-    course.config = _shared_options(config)
+    course.config = _list_shared_options(config)
     if checkpoint is not None:
         if ranks.rank == 0:
             say(f"resumes after step {start.step} of {steps}: {checkpoint.folder}")
@@ -160,7 +160,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
         placements=ranks.gather(RankOnNode(node=platform.node(), local_rank=ranks.local_rank)),
         waited_s=lambda: feed.waited_s,
         memory_MiB=lambda: _peak_memory_MiB(ranks),
-        tokens_per_sample=_tokens_per_sample(first_micro_batches[0].batch),
+        tokens_per_sample=_count_tokens(first_micro_batches[0].batch),
         names=trainer.number_names,
     )
     report = None
@@ -187,7 +187,7 @@ def _refuse_late_trace(config: Config, steps: int) -> None:
         )
 
 
-def _shared_options(config: Config) -> dict[str, Any]:
+def _list_shared_options(config: Config) -> dict[str, Any]:
     """Return the options that must be equal on all ranks."""
     return {name: value for name, value in config.values().items() if name not in PER_RANK}
 
@@ -197,10 +197,10 @@ def _refuse_other_options(config: Config, ranks: Ranks) -> None:
 
     With different options, the ranks would train different models, or wait for each other forever.
     """
-    rows = ranks.gather(_shared_options(config))
+    options_by_rank = ranks.gather(_list_shared_options(config))
     differences = []
-    for name in rows[0]:
-        values = [str(row[name]) for row in rows]
+    for name in options_by_rank[0]:
+        values = [str(rank_options[name]) for rank_options in options_by_rank]
         if len(set(values)) > 1:
             differences.append(f"{name}: {ranks_by_value(values)}")
     if differences:
@@ -216,7 +216,7 @@ def _write_summary(end: RunEnd, run: Run, report: RunLog | None, steps: int) -> 
     All ranks must call this function.
     """
     writer = run.wait()
-    if report is None:
+    if report is None:  # only rank 0 has a log
         return
     report.close(
         step=run.step,
@@ -242,7 +242,7 @@ def _peak_memory_MiB(ranks: Ranks) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # Linux reports KiB
 
 
-def _tokens_per_sample(batch: Any) -> int | None:
+def _count_tokens(batch: Any) -> int | None:
     """Return the number of tokens in a sample, or None if the samples are not rows of tokens.
 
     The first tensor of the batch counts as rows of tokens if it has two dimensions and integers.
@@ -274,7 +274,7 @@ def _load_function(name: str, contract: plugins.Contract, built_in: Any = None) 
     return built_in
 
 
-def _built_in_model(config: Config) -> nn.Module:
+def _make_built_in_model(config: Config) -> nn.Module:
     """Return the built-in model of ``--model``, with as many classes as the data has."""
     return models.BUILT_IN[config.model](datasets.count_classes(config))
 
@@ -282,10 +282,10 @@ def _built_in_model(config: Config) -> nn.Module:
 def create_model(config: Config) -> nn.Module:
     """Return the model of ``--model``, whose initial weights depend only on ``--seed``."""
     seed_everything(config.seed)
-    build = _load_function(config.model, plugins.MODEL, _built_in_model)
+    build = _load_function(config.model, plugins.MODEL, _make_built_in_model)
     model = build(config)
     if not isinstance(model, nn.Module):
-        raise _wrong_type(config.model, model, plugins.MODEL)
+        raise _make_type_error(config.model, model, plugins.MODEL)
     return model
 
 
@@ -294,17 +294,18 @@ def load_data(config: Config, split: str) -> Any:
 
     If samples are generated at random, they are the same on every rank but differ between splits.
     """
+    # A function of the user may draw random numbers, so set the seed before it is called.
     seed = config.seed if split == "train" else seed_of(config.seed, split)
     seed_everything(seed)
     load = _load_function(config.data, plugins.DATA, datasets.load_built_in)
-    data = load(config, split)
-    has_samples = hasattr(data, "__getitem__") or hasattr(data, "batch")
-    if not hasattr(data, "__len__") or not has_samples:
-        raise _wrong_type(config.data, data, plugins.DATA)
-    return data
+    samples = load(config, split)
+    has_samples = hasattr(samples, "__getitem__") or hasattr(samples, "batch")
+    if not hasattr(samples, "__len__") or not has_samples:
+        raise _make_type_error(config.data, samples, plugins.DATA)
+    return samples
 
 
-def _wrong_type(name: str, value: object, contract: plugins.Contract) -> UsageError:
+def _make_type_error(name: str, value: object, contract: plugins.Contract) -> UsageError:
     """Return the error for a user's function `name` that has returned a value of a wrong type."""
     return UsageError(
         f"the function returned a {type(value).__name__}", where=name, hint=f"expected {contract.signature}"

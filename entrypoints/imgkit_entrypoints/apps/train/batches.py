@@ -94,8 +94,10 @@ class Batches:
         start : position at which the run begins, or from which it resumes.
         steps : number of steps of the whole run.
         """
+        # Data with a method `batch` returns whole batches. From other data, samples are loaded one by one.
         sample_batches: Iterator[Any] | None = None
         if not hasattr(self._samples, "batch"):
+            # The requests must be for the same batches, in the same order, as the loop below takes.
             requests = self._iterate_requests(start, steps)
             sample_batches = load_samples(self._samples, requests, self._config, self._ranks)
         position = start
@@ -107,7 +109,7 @@ class Batches:
                 batch = self._make_batch(position, slice_of_step, sample_batches)
                 micro_batches.append(MicroBatch(batch, slice_of_step.weight, slice_of_step.last))
             position = self._order.next_position(position)
-            self.waited_s += clock() - start_s
+            self.waited_s += clock() - start_s  # without the time in which the caller computes
             yield position, micro_batches
 
     def _make_batch(self, position: Position, piece: MicroBatchSlice, loaded: Iterator[Any] | None) -> Any:
@@ -121,10 +123,11 @@ class Batches:
             batches.
         """
         if loaded is not None:
+            # It yields the batches in the order of the steps, so `position` is not needed.
             return self._move_to_device(next(loaded))
         first = position.consumed + piece.first
         end = position.consumed + piece.end
-        if self._is_small:
+        if self._is_small:  # all samples are on the device, already in the order of this epoch
             return tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
         indices = self._permutation(position.epoch)[first:end]
         return self._move_to_device(self._samples.batch(indices))
@@ -159,6 +162,7 @@ class Batches:
         if not isinstance(batch, torch.Tensor):
             return tuple(self._move_to_device(value) for value in batch)
         # From pinned memory, the copy to the GPU can run in the background (`non_blocking`).
+        # Batches from a `DataLoader` are pinned already (its option pin_memory).
         if self._ranks.device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         dtype = self._dtype if batch.is_floating_point() else batch.dtype
@@ -183,6 +187,7 @@ def load_samples(
     BadSample : a sample cannot be loaded.
     CheckFailed : a process that loads samples has died. The message names the sample.
     """
+    # Each sample is loaded with random numbers of its own, which do not depend on the number of workers.
     seeded = _SeededSamples(samples, config.seed, config.workers)
     loader = DataLoader(
         seeded,
@@ -196,6 +201,7 @@ def load_samples(
     where = f"rank {ranks.rank}"
     try:
         for batch in loader:
+            # A worker process returns an error instead of raising it, because only a traceback would arrive.
             if isinstance(batch, _Failure):
                 raise _sample_error(batch, config, where)
             yield batch

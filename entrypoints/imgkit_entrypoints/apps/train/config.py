@@ -370,6 +370,7 @@ class Config:
         config = self
         if self.global_batch is None:
             config = dataclasses.replace(self, global_batch=saved["global_batch"])
+        # Check only now, because the global batch is one of the options that must be equal.
         config._refuse_contradictions(saved, where)
         options = config.values()
         changes = []

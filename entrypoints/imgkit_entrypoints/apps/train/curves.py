@@ -77,7 +77,7 @@ def _draw_chart(chart: Chart) -> Iterator[str]:
         return
     steps, values = zip(*itertools.chain(*lines.values()), strict=True)
     x_axis = Axis(0, max(steps), LEFT, PLOT_WIDTH)
-    y_axis = _values_axis(min(values), max(values), from_zero=chart.from_zero)
+    y_axis = _choose_values_axis(min(values), max(values), from_zero=chart.from_zero)
     yield from _draw_grid(x_axis, y_axis)
     for index, (label, points) in enumerate(lines.items()):
         yield from _draw_line(index, label, points, x_axis, y_axis)
@@ -114,7 +114,7 @@ def _draw_line(number: int, label: str, points: Points, x_axis: Axis, y_axis: Ax
         yield f'<text x="{label_x + 38}" y="24">{escaped(label)}</text>'
 
 
-def _values_axis(low: float, high: float, *, from_zero: bool) -> Axis:
+def _choose_values_axis(low: float, high: float, *, from_zero: bool) -> Axis:
     """Return an axis for values from `low` to `high`.
 
     If `from_zero` is set or all values are equal, the axis begins at 0. Otherwise, it has a margin on both

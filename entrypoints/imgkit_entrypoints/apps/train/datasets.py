@@ -145,6 +145,7 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         raise UsageError(
             f"there is no built-in data for {config.model}", hint="name your own: --data MOD:FN or file.py:FN"
         )
+    # The default number of samples, and the function that generates them.
     default_samples, generate = _BUILT_IN[config.model]
     if config.data == "builtin":
         # The pattern to learn is the same for all splits, but the samples differ.
@@ -153,15 +154,15 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         return generate(config.samples or default_samples, truth, draw)
     path = Path(config.data)
     if path.is_dir():
-        if generate is not _make_images:
-            raise _model_error(config, "images", "resnet18 or resnet50")
+        if generate is not _make_images:  # only models for images can read an image folder
+            raise _make_model_error(config, "images", "resnet18 or resnet50")
         return ImageFolder(path, split, config.image_size)
     if config.model != "gpt" or not path.is_file():
-        raise _model_error(config, "a text file", "gpt")
+        raise _make_model_error(config, "a text file", "gpt")
     return TextFile(path, split)
 
 
-def _model_error(config: Config, data: str, models: str) -> UsageError:
+def _make_model_error(config: Config, data: str, models: str) -> UsageError:
     """Return the error for a model that cannot use a kind of data."""
     return UsageError(f"{config.model} cannot read {data}", where=config.data, hint=f"use --model {models}")
 

@@ -88,7 +88,7 @@ class MainLoop:
         A request to stop, a failed save or a loss that is not finite may end the run earlier.
         """
         try:
-            with self.run:
+            with self.run:  # saves the state when the block ends
                 self._take_steps(steps, config, workload)
         except (LossIsNoNumber, NotSaved) as error:
             return RunEnd(reason=error.what, exit_code=error.exit_code, hint=error.hint or "")
@@ -110,15 +110,17 @@ class MainLoop:
         save_every = parse_interval(config.save_every, workload.steps_per_epoch)
         eval_every = parse_interval(config.eval_every, workload.steps_per_epoch)
         for position, micro_batches in steps:
-            run.begins()
-            step = position.step
+            run.begins()  # tells the watchdog, which detects hangs, that the batch is there
+            step = position.step  # the position is that after the step, so the first step has the number 1
             is_evaluated = is_due(step, eval_every, last_step)
             # Numbers are logged only after these steps, so the norm of the gradient is only measured in them.
             is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
             self.trainer.step(step - 1, micro_batches, measured=is_measured)
             if step == workload.start + 1:
                 self.start_up.record("first_step")
+            # Set the position before anything is saved: the course is part of a checkpoint.
             self.course.position = position
+            # This ends the step for the run library, on all ranks together. It may also set `run.stopping`.
             is_saved = run.due(save_every=save_every)
             if is_evaluated:
                 self._evaluate(step)

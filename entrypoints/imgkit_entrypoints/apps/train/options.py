@@ -32,7 +32,7 @@ def _flag(name: str) -> str:
     return "--" + name.removesuffix("_s").replace("_", "-")
 
 
-def _takes_momentum(options: argparse.Namespace) -> bool:
+def _has_momentum(options: argparse.Namespace) -> bool:
     """Return whether the optimizer has a momentum, which is only the case for sgd."""
     defaults = MODELS.get(options.model, MODELS["linear"])
     return (options.optimizer or defaults.optimizer) == "sgd"
@@ -60,7 +60,7 @@ _NO_FOLDER = "without a run folder (--run-dir DIR)"
 NEEDS = (
     Need(option="--samples", reason="without built-in data", met=_may_have_built_in_data),
     Need(option="--image-size", reason="without a folder of images (--data DIR)", met=_may_have_images),
-    Need(option="--momentum", reason="without --optimizer sgd", met=_takes_momentum),
+    Need(option="--momentum", reason="without --optimizer sgd", met=_has_momentum),
     Need(option="--amp", reason="with --dtype fp64", met=lambda options: options.dtype == "fp32"),
     Need(
         option="--save-every",
@@ -92,7 +92,8 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
     add_options(parser, OPTIONS)
     options = parser.parse_args(argv)
     if options.config:
-        # The last value of an option counts, so the command line comes after the file.
+        # Parse again, with the options of the file. The last value of an option counts, so the command line
+        # comes after the file.
         options = parser.parse_args([*_read_file(options.config, parser), *argv])
     if options.run_dir is None and env.get("IMGKIT_RUN_DIR"):
         options.run_dir = Path(env["IMGKIT_RUN_DIR"])
@@ -100,6 +101,7 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
         options.run_dir = files.in_job_folder(options.run_dir, env)
         hint = "name another folder by --run-dir or IMGKIT_RUN_DIR"
         files.refuse_unusable_folder(options.run_dir, "run folder", where=str(options.run_dir), hint=hint)
+    # `NEEDS` has the options that only have an effect together with others.
     refuse_unused(parser, options, NEEDS)
     return options
 
@@ -114,7 +116,7 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
     UsageError : an option is wrong (see `check`), or ``--compile`` does not work in this image.
     """
     options = check(argv, env)
-    del options.config
+    del options.config  # the file was read by `check`, and `Config` has no such field
     defaults = MODELS.get(options.model, MODELS["linear"])
     if options.optimizer is None:
         options.optimizer = defaults.optimizer

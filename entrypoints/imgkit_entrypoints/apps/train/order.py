@@ -133,6 +133,7 @@ def plan_order(size: int, world_size: int, batch_size: int | None, global_batch:
             f"{world_size} ranks cannot share a global batch of {global_batch} samples equally",
             hint=_suggest_sizes(world_size, global_batch),
         )
+    # By default, a rank computes its whole share of a step at once.
     batch_size = batch_size or global_batch // world_size
     return Order(size=size, global_batch=global_batch, world_size=world_size, batch_size=batch_size)
 

@@ -82,6 +82,7 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
         raise ValueError(f"no module {module} found")
     if path.suffix != ".py":  # a compiled module has no source code, so it cannot be checked
         return
+    # The module is not imported here: that would run its code, and import torch, which takes seconds.
     source, tree = _parse_source(path)
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if name not in functions:
@@ -92,6 +93,7 @@ def _refuse_missing_function(module: str, name: str, arguments: int) -> None:
             raise ValueError(f"{path} has no function {name}; its functions: {names}")
         return
     function = functions[name]
+    # Without this check, the wrong call would only fail on all nodes, after the start of the workers.
     if not _accepts_arguments(function.args, arguments):
         where = f"{path}:{function.lineno}"
         raise ValueError(f"{where}: {name} does not take {arguments} positional arguments")
@@ -132,13 +134,13 @@ def _find_source(module: str) -> Path | None:
     if module.endswith(".py"):
         return Path(module)
     search_path: list[str] = [*sys.path, str(Path.cwd())]
-    parts = module.split(".")
+    name_parts = module.split(".")
     spec = None
-    for depth in range(1, len(parts) + 1):
-        spec = PathFinder.find_spec(".".join(parts[:depth]), search_path)
+    for depth in range(1, len(name_parts) + 1):
+        spec = PathFinder.find_spec(".".join(name_parts[:depth]), search_path)
         if spec is None:
             return None
-        search_path = list(spec.submodule_search_locations or ())
+        search_path = list(spec.submodule_search_locations or ())  # empty if it is a module and no package
     if spec is None or not spec.origin:
         return None
     return Path(spec.origin)
@@ -167,8 +169,8 @@ def load(text: str, contract: Contract) -> Callable[..., Any]:
         ) from error
     if not callable(function):
         raise UsageError(f"{name} is not a function", where=text, hint=f"expected {contract.signature}")
-    result: Callable[..., Any] = function
-    return result
+    loaded: Callable[..., Any] = function
+    return loaded
 
 
 def _import_source(source: str) -> Any:

@@ -74,14 +74,15 @@ class WorkClock:
         if not self._is_on or next(model.buffers(), None) is None:
             return
 
+        # The hooks also run in evaluations, in which the clock does not run.
         def before_copy(*_: object) -> None:
             if self._is_running:
-                self._work.append((self._start, self._timestamp()))
+                self._work.append((self._start, self._take_timestamp()))
                 self._start = None
 
         def after_copy(*_: object) -> None:
             if self._is_running and self._start is None:
-                self._start = self._timestamp()
+                self._start = self._take_timestamp()
 
         if compiled:
             after_copy = torch.compiler.disable(after_copy)
@@ -106,23 +107,25 @@ class WorkClock:
 
     def start_step(self) -> None:
         """Record that the forward pass of a step begins."""
+        # A mean of a few steps is enough, so the time of later steps is not measured.
         self._is_running = self._is_on and len(self._timed) < MAX_STEPS
         if self._is_running:
             self._work = []
-            self._start = self._timestamp()
+            self._start = self._take_timestamp()
             self._ready = None
 
     def _on_last_gradient(self, _: Tensor) -> None:
         """Record the time at which the last gradient of a micro-batch is ready."""
         # This is called for each micro-batch of a step, and the last call counts.
         if self._is_running:
-            self._ready = self._timestamp()
+            self._ready = self._take_timestamp()
 
     def end_step(self) -> None:
         """Record that the gradients of all ranks are added up, which ends the wait."""
         if self._is_running and self._ready is not None:
+            # Own work ends when the last gradient is ready. From then on, this rank waits for the others.
             work = [*self._work, (self._start, self._ready)]
-            self._timed.append((work, (self._ready, self._timestamp())))
+            self._timed.append((work, (self._ready, self._take_timestamp())))
         self._is_running = False
 
     def take_times(self) -> StepTimes:
@@ -133,7 +136,7 @@ class WorkClock:
         a sum that the GPU has computed after them.
         """
         latest_steps = self._timed
-        self._timed = []
+        self._timed = []  # `start_step` measures again only if this list is not full
         steps = latest_steps
         if self._is_cuda:
             steps = self._pending
@@ -147,7 +150,7 @@ class WorkClock:
             wait_s += self._seconds(wait)
         return StepTimes(own_s / len(steps), wait_s / len(steps))
 
-    def _timestamp(self) -> Any:
+    def _take_timestamp(self) -> Any:
         """Return the current time as the start or the end of an `Interval`."""
         if not self._is_cuda:
             return time.perf_counter()
@@ -181,7 +184,8 @@ def _record_steps(
 ) -> Iterator[tuple[Position, Batch]]:
     """Yield the steps, and record a trace of those that ``--profile`` selects.
 
-    For example, ``100:5`` selects the steps 101 to 105.
+    For example, ``100:5`` selects the steps 101 to 105. Each rank writes its trace to the run folder after
+    the last of them.
     """
     traced_steps = config.traced_steps()
     recorder: profile | None = None
@@ -190,6 +194,7 @@ def _record_steps(
             if recorder is None and position.step in traced_steps:
                 recorder = _start_recorder(ranks)
             yield position, batch
+            # The caller takes the step before it asks for the next one, so the code below runs after it.
             is_last = position.step + 1 not in traced_steps
             if recorder is not None and is_last:
                 _write_trace(recorder, config, ranks)

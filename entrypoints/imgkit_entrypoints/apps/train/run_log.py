@@ -115,9 +115,10 @@ class RunLog:
         if math.isnan(self._first_loss):
             self._first_loss = latest.loss
         self._skipped += latest.skipped
-        self._unwritten.append(latest)
+        self._unwritten.append(latest)  # for the means of the next line
         self._training_s += latest.seconds
         self._trained_steps += latest.steps
+        # This also prints which ranks have become slow. Every call counts as a comparison.
         self._usual_s = self._stragglers.judge(latest.step, latest.own_s)
         # In addition, the first and the last step always get a line.
         is_due = latest.step % self._config.log_every == 0
@@ -130,7 +131,7 @@ class RunLog:
         self._eval_loss = loss
         self._evaluation_s += seconds
         terminal.print_results(f"{self._progress(step)}  held out: loss {loss:.6f}")
-        self._metrics.add({**self._position(step), "eval_loss": _finite(loss)})
+        self._metrics.add({**self._position(step), "eval_loss": _drop_infinite(loss)})
         self._loggers.log(step, {"eval_loss": loss})
 
     def _position(self, step: int) -> dict[str, Any]:
@@ -163,20 +164,21 @@ class RunLog:
             tokens_per_s = workload.tokens_per_sample * rate
         values = {
             **self._position(step),
-            "loss": None if loss is None else _finite(loss),
+            "loss": None if loss is None else _drop_infinite(loss),
             "numbers": numbers,
             "lr": learning_rate(self._config, step - 1, workload.steps),
-            "grad_norm": _finite(latest.grad_norm),
+            "grad_norm": _drop_infinite(latest.grad_norm),
             "samples_per_s": rate,
             "tokens_per_s": tokens_per_s,
             "data_wait": min(1.0, waited_s / seconds),
-            "own_work_s": _finite(self._usual_s),
-            "wait_s": _finite(latest.wait_s) if self._ranks > 1 else None,
+            "own_work_s": _drop_infinite(self._usual_s),
+            "wait_s": _drop_infinite(latest.wait_s) if self._ranks > 1 else None,
             "slow": self._stragglers.current_rows(),
             "memory_MiB": workload.memory_MiB(),
             "skipped": self._skipped,
         }
         self._metrics.add(values)
+        # Loggers get the step as an argument. Each of the user's numbers gets a key of its own.
         self._loggers.log(values.pop("step"), {**values, **numbers})
         # The estimate of the remaining time also includes evaluations and saves.
         elapsed_s = time.perf_counter() - self._start_s
@@ -193,10 +195,11 @@ class RunLog:
         counted_steps = sum(entry.steps - entry.skipped for entry in entries)
         if counted_steps == 0:
             return None, dict.fromkeys(names)
-        # Each column has the sums of the loss or of one number, in all entries.
+        # An entry has sums over several steps: first of the loss, then of each number. Each column has the
+        # sums of the loss or of one number, in all entries.
         columns = zip(*[entry.sums for entry in entries], strict=True)
         mean_loss, *number_means = [sum(column) / counted_steps for column in columns]
-        finite_means = map(_finite, number_means)
+        finite_means = map(_drop_infinite, number_means)
         return mean_loss, dict(zip(names, finite_means, strict=True))
 
     def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
@@ -207,17 +210,17 @@ class RunLog:
         values : the values that are written to ``metrics.jsonl``.
         left_s : estimated time until the end of the run, in seconds.
         """
-        texts = [self._progress(step), _format_number("loss", values["loss"], ".6f")]
+        columns = [self._progress(step), _format_number("loss", values["loss"], ".6f")]
         for name, value in values["numbers"].items():
-            texts.append(_format_number(name, value, ".6g"))
+            columns.append(_format_number(name, value, ".6g"))
         rate = values["samples_per_s"]
-        texts.append(f"{rate:.0f} samples/s ({rate / self._ranks:.0f} per rank)")
-        texts.append(f"data {values['data_wait']:.0%}")
-        texts.append(f"{values['memory_MiB']:.0f} MiB")
+        columns.append(f"{rate:.0f} samples/s ({rate / self._ranks:.0f} per rank)")
+        columns.append(f"data {values['data_wait']:.0%}")
+        columns.append(f"{values['memory_MiB']:.0f} MiB")
         if self._skipped:
-            texts.append(f"{self._skipped} skipped")
-        texts.append(f"{format_duration(left_s)} left")
-        return "  ".join(texts)
+            columns.append(f"{self._skipped} skipped")
+        columns.append(f"{format_duration(left_s)} left")
+        return "  ".join(columns)
 
     def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
         """Write the last line of progress, the summary of this start, and the charts.
@@ -246,9 +249,9 @@ class RunLog:
             "steps": self._workload.steps,
             "started_after_step": self._workload.start,
             "saved_step": saved_step if saved_step >= 0 else None,
-            "first_loss": _finite(self._first_loss),
-            "last_loss": _finite(self._last_loss),
-            "eval_loss": _finite(self._eval_loss),
+            "first_loss": _drop_infinite(self._first_loss),
+            "last_loss": _drop_infinite(self._last_loss),
+            "eval_loss": _drop_infinite(self._eval_loss),
             "ranks": self._ranks,
             "samples_per_s": rate,
             "seconds": time.perf_counter() - self._start_s,
@@ -277,7 +280,7 @@ class RunLog:
         )
 
 
-def _finite(value: float) -> float | None:
+def _drop_infinite(value: float) -> float | None:
     """Return the number, or None if it is NaN or infinite, because JSON does not have such values."""
     return value if math.isfinite(value) else None
 

@@ -66,9 +66,7 @@ class Straggler:
     @property
     def excess(self) -> str:
         """Its own work in comparison with the usual time, for a message."""
-        return (
-            f"its own work takes {_milliseconds(self.own_work_s)} a step, not {_milliseconds(self.usual_s)}"
-        )
+        return f"its own work takes {_format_ms(self.own_work_s)} a step, not {_format_ms(self.usual_s)}"
 
 
 class UsualWork(NamedTuple):
@@ -94,9 +92,9 @@ def find_usual_work(own_s: Sequence[float]) -> UsualWork:
         return UsualWork(math.nan, math.inf)
     if len(measured) < FEW:
         fastest = measured[0]
-        return UsualWork(fastest, _least_limit(fastest))
+        return UsualWork(fastest, _compute_least_limit(fastest))
     median = statistics.median(measured)
-    limit = _least_limit(median)
+    limit = _compute_least_limit(median)
     # If even the slowest rank is not above the lowest possible limit, no rank is slow. In this case, there is
     # no need to sort thousands of deviations.
     if measured[-1] > limit:
@@ -105,7 +103,7 @@ def find_usual_work(own_s: Sequence[float]) -> UsualWork:
     return UsualWork(median, limit)
 
 
-def _least_limit(usual_s: float) -> float:
+def _compute_least_limit(usual_s: float) -> float:
     """Return the lowest possible limit above which a rank is slow, in seconds."""
     return max(usual_s * (1 + SHARE), usual_s + FLOOR_S)
 
@@ -142,16 +140,18 @@ class Stragglers:
         own_s : own work of each rank in a step, in seconds.
         """
         usual_s, limit_s = find_usual_work(own_s)
-        if math.isinf(limit_s):
+        if math.isinf(limit_s):  # there is nothing to compare, and the usual time is NaN
             return usual_s
         slow = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
         changed = self._find_changes(step, slow)
+        # A rank in `_named` is a straggler now, so a change means that it has recovered.
         for rank, first_step in changed.items():
             if rank in self._named:
                 self._named.remove(rank)
             else:
                 self._named.add(rank)
                 self._add_straggler(rank, first_step)
+        # Update the times, also for stragglers that were just added. `_report` prints them.
         for rank in slow & self._named:
             self._stragglers[rank] = replace(
                 self._stragglers[rank], to_step=step, own_work_s=own_s[rank], usual_s=usual_s
@@ -177,6 +177,7 @@ class Stragglers:
                 contradictions[rank] = steps
             else:
                 changed[rank] = min(steps)
+        # Ranks that are not in the new dict start again at 0, because the comparisons must be successive.
         self._contradictions = contradictions
         return changed
 
@@ -206,6 +207,7 @@ class Stragglers:
 
         The same rank is reported only a few times, and only a few ranks are reported at once.
         """
+        # With few ranks, they are compared with the fastest one (see `find_usual_work`).
         comparison = "the median of all ranks"
         if len(self._placements) < FEW:
             comparison = "as that of the fastest"
@@ -232,7 +234,7 @@ class Stragglers:
         return [asdict(self._stragglers[rank]) for rank in sorted(self._stragglers)]
 
 
-def _milliseconds(seconds: float) -> str:
+def _format_ms(seconds: float) -> str:
     """Format a duration with three digits, such as ``131 ms`` or ``4.56 ms``."""
     if seconds < 1:
         return f"{seconds * 1e3:.3g} ms"

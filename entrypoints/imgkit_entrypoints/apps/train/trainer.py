@@ -105,14 +105,17 @@ class Trainer:
         ------
         UsageError : the user's step does not return a loss, optionally with numbers.
         """
+        # The pass changes buffers, such as the means of batch normalization, and the state of random numbers.
+        # Both are restored below, so that the run is the same as without it.
         buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
         state = random_state.capture()
         if self._config.compile:
             # Compile the module in place, so that the names of the weights in checkpoints stay the same.
             self.plain.compile()
         with self._autocast:
-            loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+            loss, numbers = _split_step_result(self._loss(self.model, micro_batch.batch))
         self._refuse_no_numbers(loss, numbers)
+        # Only now are the names of the user's numbers known, of which the sums need a place for each.
         self._open_sums(tuple(numbers))
         self._clock.run_first_backward(self._parameters, loss.backward)
         self._drop_gradients()
@@ -123,13 +126,13 @@ class Trainer:
     def _refuse_no_numbers(self, loss: Any, numbers: Mapping[str, Any]) -> None:
         """Raise UsageError if the result of the user's step is not a loss, optionally with numbers."""
         if not isinstance(loss, Tensor):
-            raise self._no_number_error("the loss", loss)
+            raise self._make_loss_error("the loss", loss)
         for name, value in {"the loss": loss, **numbers}.items():
             has_shape = isinstance(value, Tensor) and value.dim() > 0
             if has_shape or not isinstance(value, Tensor | int | float):
-                raise self._no_number_error(name, value)
+                raise self._make_loss_error(name, value)
 
-    def _no_number_error(self, name: str, value: Any) -> UsageError:
+    def _make_loss_error(self, name: str, value: Any) -> UsageError:
         """Return the error for a value from the user's step that is not a single number."""
         kind = f"a {type(value).__name__}"
         if isinstance(value, Tensor):
@@ -149,13 +152,15 @@ class Trainer:
         micro_batches : the samples of this rank.
         measured : True to measure the norm of the gradient for the log, which costs some time.
         """
-        if self._config.schedule != "constant" or self._config.warmup_steps:  # the rate changes
+        if self._config.schedule != "constant" or self._config.warmup_steps:  # the learning rate changes
             for group in self._optimizer.param_groups:
                 group["lr"] = learning_rate(self._config, number, self._steps)
         losses = []
+        # The clock measures this rank's own work, by which slow ranks are found. The update does not count.
         self._clock.start_step()
         for micro_batch in micro_batches:
             # DDP adds up the gradients of all ranks only once, in the backward pass of the last micro-batch.
+            # Until then, they add up on this rank.
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
                 losses.append(self._add_gradients(micro_batch))
         self._clock.end_step()
@@ -171,7 +176,7 @@ class Trainer:
         If the user's step returns numbers, the result contains them after the loss.
         """
         with self._autocast:
-            loss, numbers = _loss_and_numbers(self._loss(self.model, micro_batch.batch))
+            loss, numbers = _split_step_result(self._loss(self.model, micro_batch.batch))
         if micro_batch.weight != 1.0:  # avoid the multiplication in the usual case of the weight 1
             loss = loss * micro_batch.weight
         self._scaler.scale(loss).backward()
@@ -224,10 +229,12 @@ class Trainer:
         if not is_skippable:
             self._losses += loss
         elif norm is not None:
+            # The sums are tensors on the device, so adding to them does not wait for the GPU.
             is_skipped = ~torch.isfinite(norm)
             self._skipped += is_skipped
             self._losses += torch.where(is_skipped, 0.0, loss)
-            # If the gradient scaler is enabled, its step() skips such a gradient itself.
+            # If the gradient scaler is enabled (--amp fp16), its step() skips such a gradient itself, and its
+            # update() must still be called. Otherwise `is_skipped` must be read, which waits for the GPU.
             if not self._scaler.is_enabled() and is_skipped:
                 return
         self._scaler.step(self._optimizer)
@@ -263,7 +270,7 @@ class Trainer:
     def loss(self, batch: Any) -> Tensor:
         """Return the loss of one batch, with the same loss function and precision as in training."""
         with self._autocast:
-            loss, _ = _loss_and_numbers(self._loss(self.model, batch))
+            loss, _ = _split_step_result(self._loss(self.model, batch))
             detached: Tensor = loss.detach()
             return detached
 
@@ -282,11 +289,12 @@ class Trainer:
         self._scaler.load_state_dict(state["scaler"])
 
 
-def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
+def _split_step_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
     """Split the result of the user's step into the loss and the numbers by name.
 
     The result is either a loss, or a tuple of a loss and numbers.
     """
+    # Any other tuple is returned as the loss, and `_refuse_no_numbers` reports it as a mistake.
     if isinstance(result, tuple) and len(result) == 2:
         loss, numbers = result
         if isinstance(numbers, Mapping):
@@ -295,7 +303,11 @@ def _loss_and_numbers(result: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def _create_optimizer(config: Config, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """Return the optimizer that the options select, in the fastest of torch's implementations."""
+    """Return the optimizer that the options select, in the fastest of torch's implementations.
+
+    The fused implementation updates all weights at once. Where it does not exist or is slower, the weights
+    are updated one after the other.
+    """
     options: dict[str, Any] = {"lr": config.lr, "weight_decay": config.weight_decay}
     if _should_fuse(config, parameters[0].device):
         options["fused"] = True
@@ -387,9 +399,9 @@ class StepSums:
         seconds = torch.zeros(1 + self.ranks.world_size, dtype=sums.dtype)
         seconds[0] = step_times.wait_s
         seconds[1 + self.ranks.rank] = step_times.own_s
-        numbers = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
+        rank_sums = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
         self.trainer.reset_sums()
-        return numbers
+        return rank_sums
 
     def arrived(self, exchange: Agreed) -> None:
         """Convert the sums over all ranks to means, and pass them to `on_sums`.
@@ -398,7 +410,7 @@ class StepSums:
         ------
         LossIsNoNumber : a loss in these steps is not finite.
         """
-        if not exchange.steps:
+        if not exchange.steps:  # no step has ended since the last exchange
             return
         world_size = self.ranks.world_size
         # The last values are the own work of each rank. All others are sums over all ranks, which are divided
@@ -407,20 +419,22 @@ class StepSums:
         if world_size == 1:
             own_s = ()
         averages = [total / world_size for total in exchange.sums[:-world_size]]
-        skipped, norm, *numbers, wait_s = averages
+        # The order is that of `Trainer.sums`, and of `take`, which appends the times.
+        skipped, norm, *mean_numbers, wait_s = averages
         self.on_sums(
             LatestSteps(
                 step=exchange.step,
                 steps=exchange.steps,
                 skipped=round(skipped),
                 seconds=exchange.seconds,
-                sums=tuple(numbers),
+                sums=tuple(mean_numbers),
                 grad_norm=norm,
                 own_s=own_s,
                 wait_s=wait_s,
             )
         )
-        loss, *_ = numbers
+        # The check comes last, so that the log shows the loss that ends the run.
+        loss, *_ = mean_numbers
         if not math.isfinite(loss):
             raise LossIsNoNumber(
                 "a loss is not a number", hint="try a smaller --lr, --clip 1, or --on-nan skip"

@@ -48,16 +48,16 @@ def check_pcie(node: CheckedNode) -> Iterator[Check]:
     If a card is badly seated, its link uses fewer lanes and is slower. A NIC with fewer lanes passes the
     check if the link is still as fast as the ports of the NIC.
     """
-    port_rates_Gbps = {}
+    port_rates_Gbps = {}  # the total rate of each NIC's ports, which the NIC's link must reach
     for device in node.facts.rdma:
         rates = [port.rate_Gbps or 0 for port in device.ports if port.active]
         port_rates_Gbps[device.name] = sum(rates)
     links = health.read_links(node.reader, node.facts)
     warnings = []
     for link in links:
-        needed_Gbps = port_rates_Gbps.get(link.device)
+        needed_Gbps = port_rates_Gbps.get(link.device)  # None for a GPU, which needs all lanes
         if link.width < link.most_width and not _is_fast_enough(link, needed_Gbps):
-            warnings.append(_narrow_link(link, needed_Gbps))
+            warnings.append(_describe_narrow_link(link, needed_Gbps))
     yield from warnings
     # One result for all good links is enough.
     if len(links) == 1 and not warnings:
@@ -76,7 +76,7 @@ def _is_fast_enough(link: PcieLink, needed_Gbps: float | None) -> bool:
     return link.rate_Gbps >= needed_Gbps
 
 
-def _narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
+def _describe_narrow_link(link: PcieLink, needed_Gbps: float | None) -> Check:
     """Return the warning about a PCIe link that uses too few lanes.
 
     Parameters
@@ -129,13 +129,13 @@ def check_gpu_health(node: CheckedNode) -> Iterator[Check]:
         return
     problems: list[Check] = []
     for gpu in gpus.iter("gpu"):
-        problems += _gpu_problems(gpu)
+        problems += _find_gpu_problems(gpu)
     yield from problems
     if not problems:
         yield Check("gpu health", "ok", "nvidia-smi -q: no memory errors, full clocks")
 
 
-def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
+def _find_gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     """Yield the problems of one GPU: memory errors, failed repairs of its memory, and reduced clocks.
 
     `gpu` is the element of this GPU in the XML report of ``nvidia-smi -q -x``.
@@ -156,7 +156,7 @@ def _gpu_problems(gpu: ElementTree.Element) -> Iterator[Check]:
     elif gpu.findtext("remapped_rows/remapped_row_pending") == "Yes":
         evidence = f"{source} Remapped Rows Pending: Yes, which requires a reset"
         yield Check("gpu health", "warn", evidence, reset)
-    reasons = _active_clock_reasons(gpu)
+    reasons = _find_clock_reasons(gpu)
     causes = [cause for reason, cause in SLOWDOWNS.items() if reason in reasons]
     if causes:
         fix = f"check its cooling and power: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER -i {address}"
@@ -175,7 +175,7 @@ def _count_uncorrectable_errors(gpu: ElementTree.Element) -> int:
     return errors
 
 
-def _active_clock_reasons(gpu: ElementTree.Element) -> set[str]:
+def _find_clock_reasons(gpu: ElementTree.Element) -> set[str]:
     """Return the reasons why the clocks of a GPU are low now, such as ``hw_thermal_slowdown``."""
     reasons = set()
     # Newer drivers use the name "clocks_event_reasons", and older drivers "clocks_throttle_reasons".
@@ -202,7 +202,7 @@ def check_xids(node: CheckedNode) -> Iterator[Check]:
             address, xid_text = match.groups()
             last_lines[address, int(xid_text)] = line.strip()[:_MAX_LINE_CHARACTERS]
     for (address, xid), line in last_lines.items():
-        if xid in PROGRAM_XIDS:
+        if xid in PROGRAM_XIDS:  # a program with a bug caused the error, so the GPU is not at fault
             continue
         name = f"Xid {xid}"
         if xid in XIDS:

@@ -59,6 +59,7 @@ def check_gpus(node: CheckedNode) -> Iterator[Check]:
     evidence = f"{facts.gpus} visible ({facts.gpus_source})"
     if expected:
         evidence += f", the recipe says {expected} per node"
+    # IMGKIT_DEVICE is the variable of --device. A run on CPUs works without GPUs.
     verdict: Verdict = "warn" if node.env.get("IMGKIT_DEVICE") == "cpu" else "fail"
     if _is_for_other_gpus(node):
         if facts.rocm:
@@ -68,10 +69,12 @@ def check_gpus(node: CheckedNode) -> Iterator[Check]:
         yield Check("gpus", verdict, evidence, fix)
         return
     # If the driver shows GPUs in /proc but none can be used, the container was probably started without --nv.
+    # With CUDA_VISIBLE_DEVICES, somebody may have hidden them on purpose.
     are_hidden = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in node.env
     requested = expected or len(facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{requested})"
     if facts.gpus:
+        # A job may have requested only some of the node's GPUs, so this is no failure.
         if facts.gpus < expected:
             yield Check("gpus", "warn", evidence, fix)
             return
@@ -121,6 +124,7 @@ def check_processors(node: CheckedNode) -> Iterator[Check]:
     The recipe can set how many processors each GPU needs. The default is one.
     """
     per_gpu = node.system.node.cpus_per_gpu or 1
+    # Without GPUs, no processors are needed, and the check passes.
     needed = per_gpu * node.facts.gpus
     evidence = f"{node.facts.cpus} allowed ({node.facts.cpus_source})"
     if node.facts.cpus >= needed:
@@ -282,5 +286,5 @@ def report_nccl(node: CheckedNode) -> Iterator[Check]:
         fix = "set the version, for example: IMGKIT_NCCL_VERSION=2.20.5"
         yield Check("nccl", "unknown", "there is no libnccl.so.2 and no NCCL wheel", fix)
     if facts.nccl_settings:
-        settings = (f"{item.name}={item.value} ({item.path})" for item in facts.nccl_settings)
+        settings = (f"{setting.name}={setting.value} ({setting.path})" for setting in facts.nccl_settings)
         yield Check("nccl.conf", "ok", ", ".join(settings))

@@ -25,6 +25,7 @@ def report_network(node: CheckedNode) -> Iterator[Check]:
     if plan.line_rate_Gbps:
         devices += f", {plan.line_rate_Gbps:g} Gbit/s"
     yield Check("network", "ok", f"{plan.kind} over {devices} ({plan.reason})")
+    # On one node, blockers do not matter, so the verdict is only "warn" there.
     for blocker in plan.blockers:
         yield Check("network", node.network_verdict, blocker.what, blocker.fix)
     for finding in (*plan.refusals, *plan.warnings):
@@ -71,7 +72,7 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
     """Report the RDMA ports that NCCL uses, and check the other ports for faults.
 
     A port without a link often has no cable on purpose. It counts as a fault only if no port can be used, or
-    if its whole card has failed (see `_ports_of_failed_cards`).
+    if its whole card has failed (see `_find_ports_of_failed_cards`).
     """
     all_ports: dict[str, Port] = {}
     for device in node.facts.rdma:
@@ -80,9 +81,9 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
     if used:
         links = ", ".join(f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check("rdma ports", "ok", links)
-    failed = _ports_of_failed_cards(node, used)
+    failed = _find_ports_of_failed_cards(node, used)
     # Without any usable port, a node of an RDMA cluster is broken. On other nodes, RDMA is optional.
-    is_expected = node.system.fabric.kind in ("infiniband", "roce")
+    is_expected = node.system.fabric.kind in ("infiniband", "roce")  # according to the image's recipe
     verdict: Verdict = "fail" if is_expected and not used else "warn"
     fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
     for decision in node.plan.decisions:
@@ -90,12 +91,13 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
         if decision.variable != ports.HCA or decision.used or decision.value not in all_ports:
             continue
         port = all_ports[decision.value]
+        # While other ports work, a port without a link is probably not connected on purpose.
         has_other_purpose = bool(used) and not port.has_link and port.name not in failed
         if not port.active and not has_other_purpose:
             yield Check("rdma ports", verdict, f"{port.name}: {decision.reason}", fix)
 
 
-def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
+def _find_ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
     """Return the names of ports, such as ``mlx5_3:1``, that have no link because their card has failed.
 
     A card has failed if none of its ports has a link while most cards of the same kind work. A working card
@@ -113,6 +115,7 @@ def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
     # The ports of a card may be separate devices, so compare cards instead of devices.
     used_devices = {port.device for port in used}
     working_cards = {device.card for device in node.facts.rdma if device.name in used_devices}
+    # An unused Ethernet port says nothing about a node whose fabric is InfiniBand.
     link_layers = {port.link_layer for port in used}
     failed_cards, failed_ports = set(), set()
     for device in node.facts.rdma:
@@ -122,7 +125,8 @@ def _ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
             if not port.has_link and port.link_layer in link_layers:
                 failed_cards.add(device.card)
                 failed_ports.add(port.name)
-    # If at least half of the cards have no link, they were probably not meant to be connected.
+    # If at least half of the cards have no link, they were probably not meant to be connected. On a node
+    # without any working card, this also returns no port, but then `check_rdma_ports` reports all of them.
     if len(failed_cards) >= len(working_cards):
         return set()
     return failed_ports
@@ -133,9 +137,10 @@ def check_verbs(node: CheckedNode) -> Iterator[Check]:
 
     If one of them is missing, the network plan contains a warning, which `report_network` reports instead.
     """
-    facts, devices = node.facts, _used_devices(node)
+    facts, devices = node.facts, _find_used_devices(node)
     if node.plan.kind not in ("infiniband", "roce") or not devices:
         return
+    # These are the checks that `report_network` reports as failed. They must not be reported as "ok" here.
     failed_checks = {finding.check for finding in node.plan.warnings if finding.is_failure}
     if "rdma devices" not in failed_checks:
         device_files = ", ".join(device.verbs for device in devices)
@@ -188,16 +193,17 @@ def check_slingshot(node: CheckedNode) -> Iterator[Check]:
         yield Check("libfabric", node.network_verdict, evidence, fix)
     else:
         yield Check("libfabric", "ok", plugin_path)
-    yield from _host_libraries(node)
+    yield from _check_host_libraries(node)
 
 
-def _host_libraries(node: CheckedNode) -> Iterator[Check]:
+def _check_host_libraries(node: CheckedNode) -> Iterator[Check]:
     """Check that the dynamic linker can load the host's libraries that workers would use.
 
     A launch creates a folder with links to these libraries and adds it to the library path. This check does
     the same, so that the dynamic linker finds the libraries in the same way as in a run.
     """
     links = node.plan.links
+    # The libraries of another machine, whose files were only copied here, cannot be loaded.
     if not links or not node.reader.live:
         return
     folder = library_path.links_folder(links)
@@ -207,6 +213,7 @@ def _host_libraries(node: CheckedNode) -> Iterator[Check]:
         problems = [health.load_problem(f"{folder}/{name}", search_path) for name in links]
     except OSError as error:
         problems = [str(error)]
+    # One problem is enough: the fix is the same for all, and a missing library often breaks several.
     for problem in problems:
         if problem:
             fix = f"to run without them: {HOST_LIBS}=none"
@@ -233,11 +240,11 @@ def check_gpudirect(node: CheckedNode) -> Iterator[Check]:
         evidence = "/sys/module/nvidia_peermem does not exist, and there is no open kernel module for DMA-BUF"
         fix = "on the node: modprobe nvidia_peermem. Until then data is copied through host memory"
         yield Check("gpudirect", "warn", evidence, fix)
-    for device in _used_devices(node):
+    for device in _find_used_devices(node):
         yield _check_affinity(node, device)
 
 
-def _used_devices(node: CheckedNode) -> list[RdmaDevice]:
+def _find_used_devices(node: CheckedNode) -> list[RdmaDevice]:
     """Return the RDMA devices whose ports NCCL uses. The port ``mlx5_0:1`` belongs to the device mlx5_0."""
     names = {name.partition(":")[0] for name in node.plan.devices}
     return [device for device in node.facts.rdma if device.name in names]

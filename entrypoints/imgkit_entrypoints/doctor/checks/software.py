@@ -94,11 +94,11 @@ def check_variables(node: CheckedNode) -> Iterator[Check]:
 
     A misspelled variable has no effect, and no library reports it.
     """
-    settings = {item.name: item.value for item in node.facts.nccl_settings}
+    settings = {setting.name: setting.value for setting in node.facts.nccl_settings}
     # The last value of a name counts: the environment overrides nccl.conf, which overrides the recipe.
     env = {**node.system.env, **settings, **node.env}
-    for text, fix in absent_files(node.reader, env):
-        yield Check("variables", "warn", text, fix)
+    for problem, fix in absent_files(node.reader, env):
+        yield Check("variables", "warn", problem, fix)
     for name in lint.unknown_names(env):
         # `report_network` already warns about names that are similar to a known name. Names that begin with
         # TORCH_ are left out, because other packages use this prefix, too.
@@ -116,10 +116,11 @@ def check_image_mount(node: CheckedNode) -> Iterator[Check]:
     """
     if "SLURM_JOB_ID" not in node.env:
         return
-    ancestors = set(_ancestors(node.reader))
+    # The process that started the container is the parent of squashfuse, and an ancestor of this process.
+    ancestors = set(_list_ancestors(node.reader))
     for pid in node.reader.names("/proc", "[0-9]{1,9}"):
         name = node.reader.text(f"/proc/{pid}/comm") or ""
-        if name.startswith("squashfuse") and _parent(node.reader, pid) in ancestors:
+        if name.startswith("squashfuse") and _find_parent(node.reader, pid) in ancestors:
             evidence = f"/proc/{pid}/comm: {name} serves this image's files and belongs to the job step: "
             evidence += "a signal to the step (scancel, --signal=USR1@120) ends it and the program"
             fix = "use #SBATCH --signal=B:USR1@120 and a trap in the script. The site can install apptainer "
@@ -127,15 +128,15 @@ def check_image_mount(node: CheckedNode) -> Iterator[Check]:
             yield Check("image mount", "warn", evidence, fix)
 
 
-def _ancestors(reader: Reader) -> Iterator[str]:
+def _list_ancestors(reader: Reader) -> Iterator[str]:
     """Yield the ids of this process and of all its ancestors. The first id is ``self``, as in /proc/self."""
     pid = "self"
     while pid not in ("", "0"):  # the parent of the first process of a system is 0
         yield pid
-        pid = _parent(reader, pid)
+        pid = _find_parent(reader, pid)
 
 
-def _parent(reader: Reader, pid: str) -> str:
+def _find_parent(reader: Reader, pid: str) -> str:
     """Return the id of a process's parent as a text, or an empty text if it is unknown."""
     status = reader.text(f"/proc/{pid}/status") or ""
     match = re.search(r"^PPid:\s*([0-9]{1,9})$", status, re.MULTILINE)
