@@ -360,8 +360,7 @@ class Overlap:
     """Variables that show that the second launcher has really started the process. That is an error then."""
 
 
-# The launchers that are recognized by their variables. If none is recognized, `manual` or `standalone` is
-# used.
+# Launchers that are recognized by their variables. If none is, `manual` or `standalone` is used.
 LAUNCHERS: tuple[Scheduler, ...] = (slurm, PALS, pbs, OPENMPI, HYDRA, kubernetes)
 BY_NAME: Mapping[str, Scheduler] = {module.NAME: module for module in (*LAUNCHERS, manual, standalone)}
 
