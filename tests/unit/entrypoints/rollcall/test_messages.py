@@ -24,6 +24,7 @@ from imgkit_entrypoints.rollcall.messages import (
     EndAttempt,
     EndRun,
     Event,
+    GpuUse,
     Heartbeat,
     JoinRequest,
     MeasureRequest,
@@ -171,6 +172,75 @@ def test_failure_out_of_range_is_refused(field, value):
     line = changed(AttemptEnded(code=1), failure={**dataclasses.asdict(FAILED), field: value})
     with pytest.raises(ValueError, match=rf"^AttemptEnded\.failure\.{field}\b"):
         messages.decode(line)
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "low", "high"),
+    [
+        (REQUEST, "node_rank", 0, 1 << 20),
+        (REQUEST, "nnodes", 1, 1 << 20),
+        (AttemptEnded(code=0), "code", 0, 255),
+        (AttemptEnded(code=0), "attempt", 1, 1 << 20),
+        (AttemptEnded(code=0), "position", -1, 1 << 63),
+        (GpuUse(readings=1, gpu_percent=0.0, memory_MiB=0.0), "readings", 1, 1 << 63),
+        (EndRun(code=0), "code", 0, 255),
+        (ORDER, "node_rank", 1, 15),
+        (ORDER, "port", 1, 65535),
+        (ORDER, "second_port", 1, 65535),
+        (ORDER, "world_size", 0, 1 << 28),
+        (RunStart(nnodes=9, node_rank=1), "node_rank", 1, 8),
+        (START, "host_index", 0, 1 << 20),
+        (MEASURE, "stage", 0, 1 << 20),
+        (MEASURE, "limit_s", 1, 600),
+        (MEASURE, "store", 0, 65535),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_numbers_are_accepted_up_to_their_limits(message, field, low, high):
+    for value in (low, high):
+        assert getattr(messages.decode(changed(message, **{field: value})), field) == value
+    for value in (low - 1, high + 1):
+        with pytest.raises(ValueError, match=field):
+            messages.decode(changed(message, **{field: value}))
+
+
+@pytest.mark.parametrize(
+    ("message", "field", "item", "most"),
+    [
+        (ProbeReport(failures=()), "failures", dataclasses.asdict(FAILURE), 1024),
+        (ProbeRequest(targets=()), "targets", [1, dataclasses.asdict(OFFER)], 8),
+        (MEASUREMENT, "figures", ["matmul", 1.5], 32),
+        (MEASUREMENT, "failed", "x" * 1000, 32),
+    ],
+    ids=["failures", "targets", "figures", "failed"],
+)
+def test_lists_are_accepted_up_to_their_limits(message, field, item, most):
+    assert len(getattr(messages.decode(changed(message, **{field: [item] * most})), field)) == most
+    with pytest.raises(ValueError, match=field):
+        messages.decode(changed(message, **{field: [item] * (most + 1)}))
+
+
+def test_left_out_fields_have_these_values():
+    """Another version of imgkit relies on them."""
+    assert dataclasses.asdict(NodeInfo(host="a")) == {
+        "host": "a",
+        "software": {"image": "", "torch": "", "nccl": ""},
+        "nproc": 1,
+        "gpu": "",
+        "address": "",
+        "interface": "",
+    }
+    assert (START.host_index, ORDER.second_port, ORDER.head, ORDER.token, ORDER.world_size) == (
+        0,
+        1,
+        "",
+        "",
+        0,
+    )
+    assert (Heartbeat().phase, AttemptEnded(code=0).attempt, StopOrder(reason="").requeue) == ("", 1, True)
+    flags = (FAILED.is_command, ProbeReport(failures=()).is_crowded, MEASUREMENT.mute)
+    assert flags == (False, False, False)
+    assert MeasureRequest(stage=0, limit_s=1, group=()).store == 0
 
 
 def test_line_of_another_node_cannot_steer_a_terminal():
