@@ -471,7 +471,7 @@ def list_commands(source: Source, target: Path, options: Options) -> tuple[str, 
     elif plan.tool:
         lines += _list_build_commands(plan, plan.tool, part, folder)
     lines.append("# add the record of the image, with the digest of its squashfs")
-    lines.append(f"mv {part} {target}")
+    lines.append(shlex.join(("mv", str(part), str(target))))
     if FORMATS[options.format].has_checksum:
         name = shlex.quote(target.name)
         checksum_name = shlex.quote(f"{target.name}.sha256")
@@ -496,7 +496,7 @@ def _list_build_commands(plan: ConversionPlan, tool: RuntimeTool, part: Path, fo
     image = runtime_build.oci_address("IMAGE")
     arguments = runtime_build.build_arguments(tool, plan.compression, part, image)
     return [
-        f"cd {folder}",
+        shlex.join(("cd", str(folder))),
         "# lay out the image as an OCI folder with uncompressed layers",
         shlex.join([str(tool.path), *arguments]),
     ]
