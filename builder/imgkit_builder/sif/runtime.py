@@ -137,27 +137,6 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
     )
 
 
-def setting(tool: RuntimeTool, name: str) -> str:
-    """Return the value of the setting `name`, such as ``mount proc``, in the runtime's configuration file.
-
-    Return ``""`` if the file or the setting is missing. The function reads the file because an ordinary user
-    is not allowed to run ``config global --get`` of a setuid runtime.
-    """
-    build_config = _ask(tool.path, "buildcfg").output
-    # "APPTAINER_CONF_FILE=/etc/apptainer/apptainer.conf"
-    match = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", build_config, re.MULTILINE)
-    if match is None:  # a runtime without the command `buildcfg`
-        return ""
-    try:
-        config_text = files.read_text(Path(match[1]), errors="replace")
-    except OSError:
-        return ""
-    setting_values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", config_text, re.MULTILINE)
-    if not setting_values:
-        return ""
-    return str(setting_values[-1])  # if the setting is repeated, the last line is valid
-
-
 def runtime_if_any(command: str | None) -> RuntimeTool | None:
     """Find a runtime as `find_runtime` does, but return None if there is none.
 
