@@ -136,7 +136,7 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
             raise _special_file_error(link, reason, where)
     # A device or FIFO stays in the image, but writing to it reaches the host or blocks.
     for path in _WRITTEN_FILES:
-        kind = tree.file_type(path)
+        kind = tree.find_file_type(path)
         if kind in _SPECIAL_FILES:
             file = SpecialFile(path, kind, target="")
             raise _special_file_error(file, "the runtime would write to it", where)
