@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from imgkit_builder.image.context import BuildContext
 
 # The file name of the definition in the workspace, the folder for temporary files.
-_DEFINITION = "imgkit.def"
+_DEFINITION_NAME = "imgkit.def"
 _ROUTE = "definition"
 """The value of `route` in the record of a .sif that this module builds."""
 _CONFIG_OBJECT = "imgkit-config"
@@ -113,7 +113,8 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
     """
     target = request.target.absolute()
     options = request.options
-    tool, compression = _find_tools(request)
+    convert.check_target(target, force=None)  # None: this command has no option --force
+    tool, compression = _find_tools(options)
     # The rights are checked before anything is downloaded or written, because an administrator may have to
     # change a setting first.
     user_rights = rights.inspect_rights()
@@ -135,46 +136,52 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         build_plan = _make_build_plan(request, base, pack, clock)
         clock.stage("unpack the context")
         folder = work.folder / "build"
-        links = definition.links_script(build_plan.context.unpack(folder))
-        (folder / definition.LOOK).write_text(definition.look_program(), encoding="utf-8")
+        links = definition.make_links_script(build_plan.context.unpack(folder))
+        program = definition.make_inspection_program()
+        (folder / definition.INSPECTION_PROGRAM).write_text(program, encoding="utf-8")
         # File names on Linux may contain any bytes. Python reads bytes that are not UTF-8 as surrogates, and
         # this option writes them back unchanged.
-        (folder / definition.LINKS).write_text(links, encoding="utf-8", errors="surrogateescape")
-        file = work.folder / _DEFINITION
-        files.write_file(file, build_plan.definition)
+        (folder / definition.LINKS_SCRIPT).write_text(links, encoding="utf-8", errors="surrogateescape")
+        definition_path = work.folder / _DEFINITION_NAME
+        files.write_file(definition_path, build_plan.definition)
         # The log begins with the definition, so that a user can look up the step that failed.
         log.write(build_plan.definition)
         clock.stage(f"build with {tool}")
-        argv = runtime_build.build_arguments(tool, compression, work.part, str(file))
+        argv = runtime_build.build_arguments(tool, compression, work.new_file, str(definition_path))
         job.run(*argv, folder=folder, namespace=user_rights.needs_namespace)
-        if not work.part.exists():
+        if not work.new_file.exists():
             raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {log.name}")
         return _finish_sif(request, base, build_plan, job, tool)
 
 
 def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, str]:
-    """Return the plan of `build_sif`, and the command line of the runtime.
+    """Return the plan of `build_sif`, and the command line of the runtime, without building.
 
-    In the command, TOKEN and a relative path replace names that are only known during a build.
+    A build writes to a file beside the target whose name contains a random token. The command has the word
+    TOKEN in its place.
     """
-    tool, compression = _find_tools(request)
+    target = request.target.absolute()
+    convert.check_target(target, force=None)  # None: this command has no option --force
+    tool, compression = _find_tools(request.options)
     base = definition.find_base(request.recipe, name=request.base, base_from=request.base_from, report=report)
-    new_sif = files.temporary_name(request.target.absolute(), "TOKEN")
-    argv = (str(tool.path), *runtime_build.build_arguments(tool, compression, new_sif, f"../{_DEFINITION}"))
-    return _make_build_plan(request, base, pack, report), shlex.join(argv)
+    new_sif = files.temporary_name(target, "TOKEN")
+    # The runtime runs in the folder of the build context. The definition is in the folder above it.
+    definition_path = f"../{_DEFINITION_NAME}"
+    arguments = runtime_build.build_arguments(tool, compression, new_sif, definition_path)
+    build_plan = _make_build_plan(request, base, pack, report)
+    return build_plan, shlex.join([str(tool.path), *arguments])
 
 
-def _find_tools(request: SifRequest) -> tuple[RuntimeTool, Compression]:
+def _find_tools(options: Options) -> tuple[RuntimeTool, Compression]:
     """Return the runtime to use, and the compression of the .sif that it can write.
 
     Raises
     ------
-    UsageError : the target exists and is not a .sif.
     ToolMissing : there is no runtime.
+    UsageError : zstd was requested and is not possible.
     """
-    convert.check_target(request.target.absolute(), force=None)
-    options = request.options
     tool = runtime.find_runtime(options.runtime, module_hint=options.module_hint)
+    # A sentence for the user, or "" if mksquashfs can compress with zstd.
     zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())
     compression = conversion.choose_compression(tool.capabilities, options.compression, zstd_error=zstd_error)
     return tool, compression
@@ -206,26 +213,28 @@ def _place_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
 
     Raises
     ------
-    CheckFailed : the content of the base does not match its digests.
+    CheckFailed : the content of the base does not match its digests, or an archive is for another platform.
     """
     folder = job.work.folder / "build"  # the runtime starts here, so paths in the definition begin here
     folder.mkdir()
-    if isinstance(base.source, Path):  # a .sif
-        job.clock.stage(f"check {base.source.name}")
-        sif_image.refuse_damaged(base.source)
-        # The base is linked and not copied, because it may have many GB. The name of the link is fixed in the
-        # definition.
-        (folder / definition.FILE).symlink_to(base.source)
-    elif base.source is not None:
-        limit = job.options.unpack_limit_bytes
-        with entries.open_source(base.source, job.work.folder, job.clock, unpack_limit_bytes=limit) as image:
-            layout = runtime_build.write_oci_folder(image, job)
-        # Both folders are in the same temporary folder, so nothing is copied.
-        layout.folder.rename(folder / definition.FOLDER)
-        if isinstance(base.source, Archive):
-            # This also refuses an image for another platform, which was unknown if the archive is compressed.
-            return definition.identify_base(base.source, layout.config, layout.names)
-    return base
+    source = base.source
+    if source is None:  # a base in a registry
+        return base
+    if isinstance(source, Path):  # a .sif
+        job.clock.stage(f"check {source.name}")
+        sif_image.refuse_damaged(source)
+        # The base is linked and not copied, because it may have many GB.
+        (folder / definition.SIF_NAME).symlink_to(source)
+        return base
+    limit = job.options.unpack_limit_bytes
+    with entries.open_source(source, job.work.folder, job.clock, unpack_limit_bytes=limit) as image:
+        layout = runtime_build.write_oci_folder(image, job)
+    # Both folders are in the same temporary folder, so nothing is copied.
+    layout.folder.rename(folder / definition.LAYOUT_NAME)
+    if not isinstance(source, Archive):  # the image in an OCI folder was identified before the build
+        return base
+    # A compressed archive could not be identified before: its platform is known and checked only now.
+    return definition.identify_base(source, layout.config, layout.names)
 
 
 def _finish_sif(
@@ -244,7 +253,7 @@ def _finish_sif(
     ------
     CheckFailed : the file is damaged, lacks labels, or fails its smoke test.
     """
-    new_sif = job.work.part
+    new_sif = job.work.new_file
     clock = job.clock
     target = request.target.absolute()
     clock.stage("check")
@@ -319,7 +328,7 @@ def _run_smoke_test(new_sif: Path, arch: str, job: ConversionJob, tool: RuntimeT
     CheckFailed : a check failed.
     """
     job.clock.stage("smoke test")
-    isolation = runtime.isolation(tool)
+    isolation = runtime.choose_isolation(tool)
     job.clock.note(isolation.description("python3"))
     test_results = smoke.check_image(
         lambda argv: runtime.attempt(tool, runtime.exec_arguments(new_sif, argv, isolation)),

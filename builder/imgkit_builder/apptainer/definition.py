@@ -26,18 +26,18 @@ from imgkit_builder.sif.entries import Archive, OciFolder
 from imgkit_builder.sif.workspace import check_space as require_space
 from imgkit_entrypoints.errors import CheckFailed, UsageError
 
-LOOK = "imgkit/look.py"
-LINKS = "imgkit/links.sh"
+INSPECTION_PROGRAM = "imgkit/look.py"
+LINKS_SCRIPT = "imgkit/links.sh"
 """Paths of two files in the folder of the build context. The first steps of the definition run them."""
 
 RUNTIME = "/.singularity.d"
 """The folder in an image that contains the runtime's own files."""
 # The scripts in this folder that set the environment variables of the base.
-_ENVIRONMENT = ("10-docker2singularity.sh", "90-environment.sh", "91-environment.sh")
+_ENVIRONMENT_SCRIPTS = ("10-docker2singularity.sh", "90-environment.sh", "91-environment.sh")
 
 # The end of a program that runs in the base. The beginning comes from `inside.probe_argv`. It inspects the
 # base, and stores the result in the variable `seen`.
-_FILL_PROGRAM = """
+_FILL_MANIFEST = """
 path = "{manifest}"
 with open(path, encoding="utf-8") as stream:
     manifest = json.load(stream)
@@ -46,29 +46,33 @@ probe["pip_conflicts"], probe["skipped"] = seen["pip_conflicts"] or [], ""
 manifest["base"]["probe"] = probe
 if not manifest["base"]["env"]:
     # A .sif, or an image of a registry: only the runtime knows its variables, and has them in these files.
-    script = "for file in {files}; do test ! -r $file || . $file; done; env -0"
+    script = "for file in {scripts}; do test ! -r $file || . $file; done; env -0"
     shell = subprocess.Popen(["env", "-i", "/bin/sh", "-c", script], stdout=subprocess.PIPE,
                              stderr=subprocess.DEVNULL)
     pairs = [pair.split("=", 1) for pair in shell.communicate()[0].decode("utf-8", "replace").split("\\0")]
-    manifest["base"]["env"] = dict(pair for pair in pairs if len(pair) == 2 and pair[0] not in {own})
+    manifest["base"]["env"] = dict(pair for pair in pairs if len(pair) == 2 and pair[0] not in {shell_sets})
 with open(path, "w", encoding="utf-8") as stream:
     stream.write(json.dumps(manifest, indent=2, sort_keys=True) + "\\n")
 """
 
 
-def look_program() -> str:
-    """Return a Python program that writes the versions and variables of the base into the manifest.
+def make_inspection_program() -> str:
+    """Return a Python program that writes the versions and variables of the base into the image's manifest.
 
     The first step of the definition runs it in the base.
     """
-    return inside.probe_argv()[-1] + _FILL_PROGRAM.format(
+    inspect_base = inside.probe_argv()[-1]  # the program in the command "python3 -I -c PROGRAM"
+    # This part reads the variable `seen`, in which the first part stores what it has found out.
+    fill_manifest = _FILL_MANIFEST.format(
         manifest=f"{INSIDE}/manifest.json",
-        files=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT),
-        own=("OLDPWD", "PWD", "SHLVL", "_"),
+        scripts=" ".join(f"{RUNTIME}/env/{name}" for name in _ENVIRONMENT_SCRIPTS),
+        # Variables that the shell itself sets when it runs these scripts. They do not belong to the base.
+        shell_sets=("OLDPWD", "PWD", "SHLVL", "_"),
     )
+    return inspect_base + fill_manifest
 
 
-def links_script(links: Mapping[str, str]) -> str:
+def make_links_script(links: Mapping[str, str]) -> str:
     """Return a shell script that creates the symbolic links of the build context inside the image.
 
     The context's folder does not contain these links, because the runtime follows links when it copies files
@@ -83,30 +87,20 @@ def links_script(links: Mapping[str, str]) -> str:
 def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str, str]) -> str:
     """Return the definition that builds `recipe` on the given base.
 
-    `labels` are added to the recipe's own labels.
+    `labels` are added to the recipe's own labels. Two steps of imgkit run before the steps of the recipe.
 
     Raises
     ------
     UsageError : a definition cannot express a value of the recipe.
     """
-    look = ContextFile(context_path=LOOK, path=f"{INSIDE}/look.py")
-    links = ContextFile(context_path=LINKS, path=f"{INSIDE}/links.sh")
-    # Both steps run before the steps of the recipe. The second step also removes both files from the image.
-    # The first step adds facts about the base to the manifest. The image also works without them, so a
-    # failure must not end the build ("|| :").
-    inspect = f"if command -v python3 > /dev/null; then python3 -I -B {look.path} || :; fi"
-    steps = (
-        Step(origin="imgkit: inspect the base", command=inspect),
-        Step(
-            origin="imgkit: the links of copied folders",
-            command=f"sh {links.path}\nrm {look.path} {links.path}",
-        ),
-    )
+    program = ContextFile(context_path=INSPECTION_PROGRAM, path=f"{INSIDE}/look.py")
+    links_script = ContextFile(context_path=LINKS_SCRIPT, path=f"{INSIDE}/links.sh")
+    steps = _make_own_steps(program.path, links_script.path)
     # A line in the section %labels has the form NAME VALUE, so a value must not contain line breaks.
     one_line_labels = {key: " ".join(value.split()) for key, value in labels.items()}
     return render.render_build_definition(
         recipe,
-        Additions(files=(look, links), steps=steps, labels=one_line_labels),
+        Additions(files=(program, links_script), steps=steps, labels=one_line_labels),
         base=base.image.name,
         platform=base.image.platform,
         bootstrap=base.bootstrap,
@@ -114,9 +108,25 @@ def render_definition(recipe: Recipe, base: DefinitionBase, labels: Mapping[str,
     )
 
 
+def _make_own_steps(program: str, links_script: str) -> tuple[Step, Step]:
+    """Return the two steps with which imgkit begins every definition.
+
+    The first runs `program`, which adds facts about the base to the image's manifest. The second runs
+    `links_script`, which creates the symbolic links of copied folders, and then removes both files from the
+    image. Both parameters are paths in the image.
+    """
+    # The image also works without the facts, so a failure must not end the build ("|| :").
+    run_program = f"if command -v python3 > /dev/null; then python3 -I -B {program} || :; fi"
+    create_links = f"sh {links_script}\nrm {program} {links_script}"
+    return (
+        Step(origin="imgkit: inspect the base", command=run_program),
+        Step(origin="imgkit: the links of copied folders", command=create_links),
+    )
+
+
 REGISTRY = "registry"
 """The value of ``--base-from`` for a base in a registry. Every other value is a path."""
-FOLDER, FILE = "base", "base.sif"
+LAYOUT_NAME, SIF_NAME = "base", "base.sif"
 """The name of the base in the folder in which the runtime builds: an OCI folder or a .sif."""
 
 
@@ -147,7 +157,7 @@ class DefinitionBase:
     @property
     def location(self) -> str:
         """The value of ``From:`` in the definition: the name of the image, or of its file or folder."""
-        return {"docker": self.image.name, "localimage": FILE, "oci": FOLDER}[self.bootstrap]
+        return {"docker": self.image.name, "localimage": SIF_NAME, "oci": LAYOUT_NAME}[self.bootstrap]
 
 
 def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report: Reporter) -> DefinitionBase:
@@ -214,14 +224,15 @@ def check_space(base: DefinitionBase, target: Path, temporary: Path) -> None:
     ------
     CheckFailed : there is too little space on the disk of `target` or of `temporary`.
     """
-    if base.source is None:
+    if base.source is None:  # a base in a registry
         return
-    if isinstance(base.source, Path):
+    if isinstance(base.source, Path):  # a .sif, which is a compressed file
         image_bytes = int(base.source.stat().st_size * entries.UNPACKED_FACTOR)
         # A .sif has no layers, so the runtime unpacks its files only once.
         temporary_bytes = image_bytes
-    else:
+    else:  # an archive or an OCI folder
         image_bytes = base.source.size_bytes
+        # The disk also has two copies of the layers: the OCI folder of imgkit, and the runtime's own copy.
         temporary_bytes = int(image_bytes * RUNTIME_DISK_SHARE)
     require_space(image_bytes, temporary_bytes, target, temporary)
 

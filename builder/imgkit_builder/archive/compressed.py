@@ -170,28 +170,38 @@ class Gunzip:
             yield from self._feed_piece(bytes(data[start : start + _PIECE_BYTES]))
 
     def _feed_piece(self, packed: bytes) -> Iterator[bytes]:
-        """Unpack `packed`, which may contain the end of a member and the start of the next member."""
+        """Unpack `packed`, which may contain the end of a member and the start of the next member.
+
+        A member is a complete gzip stream. `_inflate` is the state of the current one, which may go on in the
+        next call.
+        """
         while packed:
             if self._inflate.eof:
-                # A member (a complete gzip stream) has ended. Another one may follow. Zeros after the last
-                # member are padding.
+                # The member has ended, and another one may follow. Zeros after the last member are padding.
                 packed = packed.lstrip(b"\0")
                 if not packed:
                     return
                 self._inflate = zlib.decompressobj(wbits=31)
-            try:
-                plain = self._inflate.decompress(packed, CHUNK_BYTES)
-            except zlib.error as error:
-                raise self._error(f"is damaged: {error}") from error
-            # zlib returns the input that is left: after `CHUNK_BYTES` of output, or after the member's end.
-            packed = self._inflate.unconsumed_tail
-            if self._inflate.eof:
-                packed = self._inflate.unused_data
+            plain, packed = self._decompress_some(packed)
             if plain:
                 yield plain
 
+    def _decompress_some(self, packed: bytes) -> tuple[bytes, bytes]:
+        """Unpack at most 1 MiB of the current member.
+
+        Return the unpacked bytes, and the rest of `packed`, which is still compressed.
+        """
+        try:
+            plain = self._inflate.decompress(packed, CHUNK_BYTES)
+        except zlib.error as error:
+            raise self._error(f"is damaged: {error}") from error
+        # zlib has two names for the rest: after the end of the member, and after `CHUNK_BYTES` of output.
+        if self._inflate.eof:
+            return plain, self._inflate.unused_data
+        return plain, self._inflate.unconsumed_tail
+
     def finish(self) -> bytes:
-        """Return the last unpacked bytes. Raise CheckFailed if the stream was cut short."""
+        """Return the last unpacked bytes. Raise CheckFailed if the stream was damaged or cut short."""
         try:
             plain = self._inflate.flush()
         except zlib.error as error:
@@ -223,27 +233,40 @@ def _gunzip(chunks: Iterable[bytes], name: str) -> Iterator[bytes]:
 def _unpack_ahead(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     """Yield the unpacked bytes of `chunks`. A thread unpacks ahead while the caller uses the latest bytes.
 
-    This saves time because zlib, writes and digests release Python's global lock (GIL). `chunks` is read in
-    the caller's thread: reading from a pipe may block, and Ctrl-C cannot interrupt another thread.
+    This saves time because zlib, writes and digests release Python's global lock (GIL).
     """
+    # The batch that the thread has finished. It is always one behind the batch that is being unpacked.
     previous_batch: list[bytes] = []
     # One thread is enough, since each part of a stream can be unpacked only after the part before it.
     with ThreadPoolExecutor(1) as pool:
-        for chunk in chunks:
-            plain = gunzip.feed(chunk)
-            has_more = True
-            while has_more:
-                job = pool.submit(_unpack_batch, plain)
-                # While the caller uses these bytes, the thread unpacks the next batch.
-                yield from previous_batch
-                # Only now the thread has finished with `plain`, so the next chunk may be given to `gunzip`.
-                previous_batch, has_more = job.result()
-    yield from previous_batch
-    yield gunzip.finish()
+        for batch_job in _start_batches(gunzip, chunks, pool):
+            # While the caller uses these bytes, the thread unpacks the next batch.
+            yield from previous_batch
+            previous_batch, _ = batch_job.result()
+    yield from previous_batch  # the last one
+    yield gunzip.finish()  # a few bytes, or an error if the stream is cut short
+
+
+def _start_batches(
+    gunzip: Gunzip, chunks: Iterator[bytes], pool: ThreadPoolExecutor
+) -> Iterator[Future[tuple[list[bytes], bool]]]:
+    """Let the thread of `pool` unpack one batch after the other, and yield each job when it has started.
+
+    The next job starts when the caller asks for it, and this one has ended. `chunks` is read in the caller's
+    thread: reading from a pipe may block, and Ctrl-C cannot interrupt another thread.
+    """
+    for chunk in chunks:
+        plain = gunzip.feed(chunk)
+        has_more = True
+        while has_more:  # a small chunk may unpack to several batches
+            job = pool.submit(_unpack_batch, plain)
+            yield job
+            # Wait, because only one thread at a time may use `plain` and `gunzip`.
+            _, has_more = job.result()
 
 
 def _unpack_batch(plain: Iterator[bytes]) -> tuple[list[bytes], bool]:
-    """Return the next 4 MiB of `plain`, and whether more bytes may follow.
+    """Return the next 4 MiB of `plain` (`_AHEAD_BYTES`), and whether more bytes may follow.
 
     The threads wait for each other once per batch, so smaller batches would be slower.
     """
@@ -264,10 +287,11 @@ def _unpack_members(gunzip: Gunzip, chunks: Iterator[bytes]) -> Iterator[bytes]:
     middle of a member. So the result of a thread is used only if the piece before ended with the end of a
     member. `gunzip` unpacks all other pieces in order.
     """
-    # The first piece begins with a member.
-    is_between_members = True
+    is_between_members = True  # the stream begins with a member
     for piece, plain in _inflate_in_threads(chunks):
+        # `plain` is None if the piece is not exactly one small member.
         if is_between_members and plain is not None:
+            # `gunzip` need not see this piece: before and after it, `gunzip` waits for the next member.
             yield plain
         else:
             yield from gunzip.feed(piece)
@@ -306,18 +330,9 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
     be able to join two pieces. If no member begins within 1 MiB, the stream is cut anyway, to limit the
     memory.
     """
-    pending = b""
+    pending = b""  # the last piece so far, which may go on in the next chunk
     for chunk in chunks:
-        pending += chunk
-        pieces = []
-        start = 0
-        # `pending` itself usually begins with a member, so the search starts at byte 1.
-        next_start = pending.find(_MEMBER_START, 1)
-        while next_start > 0:  # `find` returns -1 if there is none
-            pieces.append(pending[start:next_start])
-            start = next_start
-            next_start = pending.find(_MEMBER_START, start + 1)
-        pending = pending[start:]
+        pieces, pending = _split_bytes_at_members(pending + chunk)
         if len(pending) > CHUNK_BYTES:
             # Keep the last bytes for the next round: they may be the first part of `_MEMBER_START`.
             cut = len(pending) - len(_MEMBER_START)
@@ -329,11 +344,24 @@ def _split_at_members(chunks: Iterator[bytes]) -> Iterator[list[bytes]]:
         yield [pending]
 
 
-def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
-    """Return each of `pieces` with its unpacked bytes.
+def _split_bytes_at_members(packed: bytes) -> tuple[list[bytes], bytes]:
+    """Cut `packed` before each `_MEMBER_START` in it. Return all pieces but the last, and the last one."""
+    pieces = []
+    start = 0
+    # `packed` itself usually begins with a member, so the search starts at byte 1.
+    next_start = packed.find(_MEMBER_START, 1)
+    while next_start > 0:  # `find` returns -1 if there is none
+        pieces.append(packed[start:next_start])
+        start = next_start
+        next_start = packed.find(_MEMBER_START, start + 1)
+    return pieces, packed[start:]
 
-    To limit the memory, a call unpacks at most 4 MiB. The remaining pieces get None instead of their bytes,
-    and the caller unpacks them later in small steps.
+
+def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
+    """Return each of `pieces` with its unpacked bytes, or with None if they are not unpacked here.
+
+    A piece is not unpacked if it is not exactly one member, or a large one. To limit the memory, a call
+    unpacks at most 4 MiB (`_AHEAD_BYTES`). The caller unpacks the other pieces later in small steps.
     """
     budget_bytes = _AHEAD_BYTES
     inflated = []
@@ -341,7 +369,7 @@ def _inflate_members(pieces: list[bytes]) -> list[_InflatedPiece]:
         plain = None
         if budget_bytes > 0:
             plain = _inflate_member(piece, min(budget_bytes, CHUNK_BYTES))
-        if plain is not None:  # the piece is exactly one small member
+        if plain is not None:
             budget_bytes -= len(plain)
         inflated.append((piece, plain))
     return inflated

@@ -42,7 +42,7 @@ from imgkit_builder.archive.tar_read import (
 from imgkit_entrypoints.errors import CheckFailed
 
 # The largest number of links in one path. Linux follows 40.
-_MOST_HOPS = 255
+_MAX_LINKS = 255
 # The longest name that Linux allows.
 _MOST_NAME_BYTES = 255
 # The longest path that Linux allows, without the final zero byte.
@@ -53,6 +53,11 @@ _LAYER_UNIT = 1 << 40
 
 An int needs a fifth of the memory of a tuple or an object, and an image can have millions of files.
 """
+
+
+def _layer_and_position(member_id: int) -> tuple[int, int]:
+    """Return the layer of a member and its position in the layer, which its id contains."""
+    return divmod(member_id, _LAYER_UNIT)
 
 
 def scan_layers(
@@ -239,16 +244,18 @@ class LayerTree:
         CheckFailed : one of the `members` is not allowed in an image, such as ``../a``. The message names it.
         """
         self._layer += 1
+        # Those of the layer before are not new any more: whiteouts of this layer may remove them.
         self._new_hard_links.clear()
+        # The tree knows a member by a number, its id, which contains the layer and the position in it.
         first_id = self._layer * _LAYER_UNIT
         for member_id, member in enumerate(members, first_id):
             names = self._split_member_path(member)
             if names:
                 self._add_member(member, names, member_id)
-            elif member.kind != DIRECTORY:
+            elif member.kind != DIRECTORY:  # the root folder itself is allowed, but not a file in its place
                 raise self._error(member, "it replaces the root folder")
 
-    def file_type(self, path: str) -> bytes | None:
+    def find_file_type(self, path: str) -> bytes | None:
         """Return the type of the file that a process in a container of the image would open at `path`.
 
         Links are followed. The result is a type flag such as `FIFO`, or None if `path` does not exist.
@@ -257,15 +264,16 @@ class LayerTree:
         ------
         CheckFailed : a link in `path` leads to itself.
         """
-        folders, missing = self._resolve(path.split("/"), path)
-        if not missing:
+        # `rest` are the names in the path after the last folder: nothing, a file, or what does not exist.
+        folders, rest = self._resolve(path.split("/"), path)
+        if not rest:
             return DIRECTORY
-        # `_resolve` returns everything after the last folder as missing, also an existing file.
-        name, *names_below = missing
-        node = folders[-1].children.get(name)
-        if names_below or not isinstance(node, int):
+        if len(rest) > 1:  # a folder in the path does not exist
             return None
-        return self._kind_of(node)
+        member_id = folders[-1].children.get(rest[0])
+        if not isinstance(member_id, int):  # there is no file
+            return None
+        return self._kind_of(member_id)
 
     def find_escape(self, path: str) -> SpecialFile | None:
         """Return the first link that leads `path` out of the image when the host follows it.
@@ -274,11 +282,12 @@ class LayerTree:
         path ``data/x`` leaves the folder, and the result is the link ``data``. A link that leads to itself is
         returned, too. If `path` stays in the image, the result is None.
         """
-        links: list[_FollowedLink] = []
+        links: list[_FollowedLink] = []  # `_resolve` adds each link that it follows, in order
         try:
             self._resolve(path.split("/"), path, links)
         except CheckFailed:
-            # `_resolve` stopped at the last link, because it leads to itself or the path becomes too long.
+            # `_resolve` stopped at the last link, because it leads to itself or the path becomes too long. An
+            # earlier link that leaves the image is still returned before it.
             links[-1].leaves_image = True
         for link in links:
             if link.leaves_image:
@@ -326,9 +335,10 @@ class LayerTree:
                 if isinstance(node, _Folder):
                     pending_folders.append((path, node))
                     continue
-                # Any node that is not a folder is a number. It says which member of which layer the file is.
-                layer, position = divmod(node, _LAYER_UNIT)
-                # Hard links share one id, so the file may already have paths from other folders.
+                # A node that is not a folder is the id of a member.
+                layer, position = _layer_and_position(node)
+                # Hard links share one id, so the file may already have other paths. Their order matters only
+                # in that it must be the same each time: the first becomes the file, the others link to it.
                 known_paths = visible_paths[layer].get(position, ())
                 visible_paths[layer][position] = (path, *known_paths)
         return MergePlan(folders=tuple(folders), visible_paths=visible_paths)
@@ -384,19 +394,19 @@ class LayerTree:
         CheckFailed : the member is not allowed in an image.
         """
         *folder_names, name = names
-        # `folders` exist in the tree, from the root on. `missing` are the names after the last of them.
-        folders, missing = self._resolve(folder_names, member.name)
+        # `folders` exist in the tree, from the root on. `rest` are the names after the last of them.
+        folders, rest = self._resolve(folder_names, member.name)
         if name == WHITEOUT:
             raise self._error(member, "a whiteout without a name")
         if name.startswith(WHITEOUT):
-            if not missing:  # otherwise the folder of the whiteout does not exist
+            if not rest:  # otherwise the folder of the whiteout does not exist
                 self._delete_hidden(folders[-1], name)
             return
         if member.kind not in _KINDS:
             raise self._error(member, f"its type {member.kind!r} is not file, folder, link, device or FIFO")
         # Create the folders before looking up the target of a hard link, because a new folder may replace the
         # target. For example, after the file "a", the hard link "a/a" to "a" makes "a" a folder.
-        folder = self._make_folders(folders, missing)
+        folder = self._make_folders(folders, rest)
         if member.kind == DIRECTORY:
             self._put_folder(folder, name, member)
         elif member.kind == HARD_LINK:
@@ -438,9 +448,12 @@ class LayerTree:
         if target_id is None:
             raise self._error(member, f"a hard link to {member.link!r}, where there is no file before it")
         folder.children[name] = target_id
-        # The id shows the layer of the file. If that is a lower layer, remember that this name belongs to the
-        # current layer, so that its whiteouts do not remove the name.
-        if target_id // _LAYER_UNIT != self._layer:
+        # If the file is of a lower layer, remember that this name belongs to the current one, so that
+        # whiteouts of the current layer do not remove the name.
+        file_layer, _ = _layer_and_position(target_id)
+        if file_layer != self._layer:
+            # Python may give the id() of a replaced folder to a new one. That does no harm, because every
+            # name in a new folder belongs to the current layer anyway.
             self._new_hard_links.add((id(folder), name))
 
     def _find_link_target(self, folder: _Folder, name: str, member: Member) -> int | None:
@@ -453,10 +466,13 @@ class LayerTree:
             return None
         *folder_names, target_name = target_names
         # Links to folders are followed, but `target_name` itself is not: a hard link may lead to a symlink.
-        folders, missing = self._resolve(folder_names, member.name)
+        # `folders` are the folders on the way, from the root on.
+        folders, rest = self._resolve(folder_names, member.name)
+        if rest:  # one of `folder_names` is not a folder
+            return None
         target_folder = folders[-1]
         target_id = target_folder.children.get(target_name)
-        if missing or not isinstance(target_id, int):  # there is nothing, or a folder
+        if not isinstance(target_id, int):  # there is nothing, or a folder
             return None
         # A link with the path of its target would replace the file by a link to itself.
         if target_folder is folder and target_name == name:
@@ -479,16 +495,16 @@ class LayerTree:
 
         Returns
         -------
-        The existing folders in the path, beginning with the root, and the names after the last folder. If
-        ``usr`` is a folder without ``lib``, the path ``usr/lib/a`` gives the root and ``usr``, and the names
-        ``lib`` and ``a``.
+        The existing folders in the path, beginning with the root, and the rest of the names. The rest may be
+        a file, or what does not exist. If ``usr`` is a folder without ``lib``, the path ``usr/lib/a`` gives
+        the root and ``usr``, and the names ``lib`` and ``a``.
 
         Raises
         ------
         CheckFailed : the path has too many links, or it is too long after they are followed.
         """
         folders = [self._root]
-        missing: list[str] = []
+        rest: list[str] = []
         # In reverse order, so that `pop` returns the next name, and `+=` puts the target of a link before the
         # remaining names.
         pending_names = names[::-1]
@@ -498,8 +514,8 @@ class LayerTree:
             if name in ("", "."):
                 continue
             if name == "..":
-                if missing:
-                    missing.pop()
+                if rest:
+                    rest.pop()
                 elif len(folders) > 1:
                     folders.pop()
                 elif links:
@@ -507,7 +523,7 @@ class LayerTree:
                     links[-1].leaves_image = True
                 continue
             node = None
-            if not missing:
+            if not rest:
                 node = folders[-1].children.get(name)
             if isinstance(node, _Folder):
                 folders.append(node)
@@ -516,32 +532,32 @@ class LayerTree:
             if node is not None:
                 target = self._link_targets.get(node)
             if target is None:  # the name does not exist, or is a file
-                missing.append(name)
+                rest.append(name)
                 continue
             link_count += 1
             if links is not None:
                 link_path = "/".join([folder.name for folder in folders[1:]] + [name])
                 links.append(_FollowedLink(link_path, target, leaves_image=target.startswith("/")))
-            if link_count > _MOST_HOPS:
+            if link_count > _MAX_LINKS:
                 raise CheckFailed(f"{path}: its folder is a link that leads to itself", where=self._where)
             if target.startswith("/"):  # continue at the root
                 del folders[1:]
             pending_names += target.split("/")[::-1]
         if link_count:
-            path_names = [folder.name for folder in folders] + missing
+            path_names = [folder.name for folder in folders] + rest
             if len("/".join(path_names)) >= _MOST_PATH_BYTES:
                 raise CheckFailed(f"{path}: too many links in its path", where=self._where)
-        return folders, missing
+        return folders, rest
 
-    def _make_folders(self, folders: list[_Folder], missing: list[str]) -> _Folder:
-        """Create the folders `missing` below the last of `folders`, and return the innermost folder.
+    def _make_folders(self, folders: list[_Folder], new_names: list[str]) -> _Folder:
+        """Create the folders `new_names` below the last of `folders`, and return the innermost folder.
 
         All folders in the path are marked as used by the current layer. Whiteouts of this layer then keep
         them, because a whiteout removes only files of lower layers.
         """
         for folder in folders:
             folder.layer = self._layer
-        for name in missing:
+        for name in new_names:
             # The new folder replaces a file of this name, or a link whose target does not exist.
             child = _Folder(name, self._layer)
             folder.children[name] = child
@@ -565,18 +581,24 @@ class LayerTree:
         while pending:
             parent, name = pending.pop()
             node = parent.children.get(name)
-            if isinstance(node, _Folder) and node.layer == self._layer:
-                # The current layer has added this folder or a file in it. So keep the folder, and look at its
-                # content instead.
-                pending += [(node, child_name) for child_name in node.children]
-            elif node is not None and not self._is_new_file(parent, name, node):
+            if node is None:  # there is nothing to hide
+                continue
+            if not self._is_of_current_layer(parent, name, node):
                 del parent.children[name]
+            elif isinstance(node, _Folder):
+                # Keep the folder, but hide what it still has from lower layers.
+                pending += [(node, child_name) for child_name in node.children]
 
-    def _is_new_file(self, folder: _Folder, name: str, node: _Node) -> bool:
-        """Return whether the current layer has added `node`, a file or link called `name`, to `folder`."""
+    def _is_of_current_layer(self, parent: _Folder, name: str, node: _Node) -> bool:
+        """Return whether the current layer has added `node`, which is called `name`, to the folder `parent`.
+
+        A folder also counts as added if the current layer has added only something in it.
+        """
         if isinstance(node, _Folder):
-            return False
-        return node // _LAYER_UNIT == self._layer or (id(folder), name) in self._new_hard_links
+            return node.layer == self._layer
+        file_layer, _ = _layer_and_position(node)
+        # A new name of an old file has the id of the file, which is that of a lower layer.
+        return file_layer == self._layer or (id(parent), name) in self._new_hard_links
 
     def _error(self, member: Member, reason: str) -> CheckFailed:
         return CheckFailed(

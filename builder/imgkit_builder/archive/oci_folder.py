@@ -23,7 +23,7 @@ from imgkit_builder.oci.config import ImageConfig
 _MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
 _CONFIG_TYPE = "application/vnd.oci.image.config.v1+json"
 _LAYER_TYPE = "application/vnd.oci.image.layer.v1.tar"
-_BLOBS = "blobs/sha256"
+_BLOBS_FOLDER = "blobs/sha256"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ def write_layout(
     CheckFailed : a layer is damaged, or the layers unpack to more than `unpack_limit_bytes`.
     """
     config = image.selected.config
-    (folder / _BLOBS).mkdir(parents=True)
+    (folder / _BLOBS_FOLDER).mkdir(parents=True)
     # All layers share one allowance. With a limit per layer, a hostile image of many layers could fill the
     # disk.
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
@@ -87,7 +87,7 @@ def write_layout(
 
 def _blob_path(folder: Path, digest: str) -> Path:
     """Return the path of the file in the OCI folder `folder` that has this digest, ``sha256:...``."""
-    return folder / _BLOBS / digest.removeprefix("sha256:")
+    return folder / _BLOBS_FOLDER / digest.removeprefix("sha256:")
 
 
 def _write_blob(folder: Path, data: bytes, media_type: str) -> dict[str, object]:
@@ -100,10 +100,12 @@ def _write_blob(folder: Path, data: bytes, media_type: str) -> dict[str, object]
 def _write_layer(layer: StoredLayer, target: Path, allowance: Allowance) -> str:
     """Write the unpacked bytes of `layer` to `target`, and return their sha256 in hex.
 
-    If the layer is already an uncompressed file of its own, it is linked and not copied.
+    If the layer is already an uncompressed file of its own, it is linked and not copied. `allowance` limits
+    the bytes to which a compressed layer unpacks.
     """
     region = layer.region
-    is_whole_file = region.start == 0  # a layer inside an archive begins after a header
+    # The region is a whole file or a part of an archive, and in an archive it begins after a tar header.
+    is_whole_file = region.start == 0
     if layer.compress == "none" and is_whole_file:
         _link_or_copy(region.path, target)
         return region.sha256()

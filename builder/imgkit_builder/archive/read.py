@@ -39,7 +39,7 @@ from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
 
 MAX_JSON_BYTES = 4 << 20
 """Largest size of a JSON file. Registries refuse larger manifests, so a larger file must be a layer."""
-_BLOBS = "blobs/sha256/"
+_SHA256_BLOBS = "blobs/sha256/"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 MAX_MEMBERS = 20_000
 """Largest number of members in an image archive. Images have hundreds."""
@@ -53,7 +53,7 @@ _SAVE_HINT = "write one with: imgkit save RECIPE|IMAGE, or: docker save -o FILE.
 # The magic bytes of zstd are 4 bytes, those of gzip 2.
 _MAGIC_BYTES = 4
 _SMALL_BYTES = 1024
-"""A file up to this size is always kept, so that a message can say that it is not JSON."""
+"""A file up to this size is always kept."""
 _MAX_DOCUMENTS_BYTES = 32 << 20
 """Largest total size of the JSON files. Images have a few kB of JSON. Without this limit, an archive of many
 files that unpack to 4 MiB each could fill the memory."""
@@ -130,9 +130,11 @@ class SelectedImage(Generic[File]):
 
         Such an archive is damaged. `where` is the name of the archive, for the message.
         """
-        # Some tools give the configuration a name that is not a digest. Then there is nothing to compare.
-        states_digest = len(self.stated_id) == len(self.config.image_id)
-        if states_digest and self.id_problem:
+        # Some tools give the configuration a name that is not a digest. Then there is nothing to compare. A
+        # name with as many characters as "sha256:" and 64 digits counts as a digest.
+        is_named_by_digest = len(self.stated_id) == len(self.config.image_id)
+        # Both problems are sentences, and empty if nothing is wrong.
+        if is_named_by_digest and self.id_problem:
             raise CheckFailed(self.id_problem, where=where, hint=COPY_AGAIN_HINT)
         if self.count_problem:
             raise CheckFailed(self.count_problem, where=where, hint=COPY_AGAIN_HINT)
@@ -230,28 +232,37 @@ class _Selector(Generic[File]):
         """Return the only image of ``index.json``. This index may refer to another index with the image."""
         if self._find("index.json") is None:
             raise _no_image_error("it has neither manifest.json nor index.json", self._where)
+        # `document` is the parsed JSON of the file `name`: first index.json, then what each index refers to.
         name = "index.json"
-        tags: tuple[str, ...] = ()
         document = self._read_json(name)
+        tags: tuple[str, ...] = ()
         # The number of levels is limited, so that a hostile archive cannot make the loop long.
         for _ in range(MAX_INDEX_DEPTH + 1):
             entry = self._select_entry(name, document)
-            # Each index may contain a tag. The tag in the innermost index has priority.
+            # Each index may contain a tag. The innermost tag has priority. `_to_texts` leaves None out.
             tags = _to_texts([_get_tag(entry)]) or tags
             name = self._get_blob_name(entry, "index.json")
             document = self._read_json(name, "index.json")
-            with self._explain_errors(name):
-                is_index = "manifests" in document
-            if not is_index:  # it is the manifest of the image
+            if not self._is_index(name, document):  # it is the manifest of the image
                 return self._make_image_of_manifest(name, document, tags)
         raise self._error(f"index.json nests indexes more than {MAX_INDEX_DEPTH} deep")
+
+    def _is_index(self, name: str, document: Any) -> bool:
+        """Return whether the parsed JSON of the file `name` is an index, and not the manifest of an image.
+
+        Raises
+        ------
+        CheckFailed : the JSON is neither, for example a number.
+        """
+        with self._explain_errors(name):
+            return "manifests" in document
 
     def _make_image_of_manifest(self, name: str, manifest: Any, tags: tuple[str, ...]) -> SelectedImage[File]:
         """Return the image of an OCI manifest. `manifest` is the parsed JSON of the file `name`."""
         with self._explain_errors(name):
-            config = self._get_blob_name(manifest["config"], name)
-            layers = [self._get_blob_name(layer, name) for layer in manifest["layers"]]
-        return self._make_image(config, layers, tags, named_by=name)
+            config_name = self._get_blob_name(manifest["config"], name)
+            layer_names = [self._get_blob_name(layer, name) for layer in manifest["layers"]]
+        return self._make_image(config_name, layer_names, tags, named_by=name)
 
     def _select_entry(self, name: str, index: Any) -> Any:
         """Return the only entry of an OCI index. `index` is the parsed JSON of the file `name`.
@@ -271,18 +282,23 @@ class _Selector(Generic[File]):
         return entries[0]
 
     def _make_image(
-        self, config: str, layers: Sequence[str], tags: tuple[str, ...], *, named_by: str
+        self, config_name: str, layer_names: Sequence[str], tags: tuple[str, ...], *, named_by: str
     ) -> SelectedImage[File]:
-        """Return the image with the configuration file `config` and the layer files `layers`.
+        """Return the image with this configuration file and these layer files.
 
         `named_by` is the file that lists these names. It is used in messages about a missing file.
+
+        Raises
+        ------
+        CheckFailed : a file is missing, or the configuration is not that of an image.
         """
-        config_json = self._read_document(config, named_by)
+        config_json = self._read_document(config_name, named_by)
         # Look for the layers before parsing the configuration. If both fail, a missing layer explains more.
-        layer_files = tuple((layer, self._require_file(layer, named_by)) for layer in layers)
-        with self._explain_errors(config):
-            parsed = parse_config(config_json, where=self._where)
-        return SelectedImage(config=parsed, config_name=config, layers=layer_files, names=tags)
+        layers = tuple((name, self._require_file(name, named_by)) for name in layer_names)
+        # The JSON may have any structure. This turns a KeyError or TypeError into CheckFailed.
+        with self._explain_errors(config_name):
+            config = parse_config(config_json, where=self._where)
+        return SelectedImage(config=config, config_name=config_name, layers=layers, names=tags)
 
     def _require_file(self, name: str, named_by: str) -> File:
         """Return the file `name`, to which the file `named_by` refers."""
@@ -312,13 +328,19 @@ class _Selector(Generic[File]):
 
         If the file is a blob (named after its digest, ``blobs/sha256/1a2b...``), its digest is verified.
 
+        Parameters
+        ----------
+        named_by : the file that refers to `name`, for the message if it is missing. It is only left out for
+            a file such as ``index.json``, which is known to exist.
+
         Raises
         ------
         CheckFailed : the file is missing, has a wrong digest, or is not JSON.
         """
         json_bytes = self._read_document(name, named_by)
         sha256 = hashlib.sha256(json_bytes).hexdigest()
-        if name.startswith(_BLOBS) and name != _BLOBS + sha256:
+        is_blob = name.startswith(_SHA256_BLOBS)
+        if is_blob and name != _SHA256_BLOBS + sha256:
             raise self._error(f"{name} is damaged: its sha256 is {sha256}")
         try:
             return json_text.parse(json_bytes)
@@ -338,7 +360,7 @@ class _Selector(Generic[File]):
             digest = entry["digest"]
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise self._error(f"{named_by} has {digest!r}, which is not a sha256 digest")
-        return _BLOBS + digest.removeprefix("sha256:")
+        return _SHA256_BLOBS + digest.removeprefix("sha256:")
 
     @contextlib.contextmanager
     def _explain_errors(self, name: str) -> Iterator[None]:
@@ -534,7 +556,9 @@ def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:
     wrong_blobs = []
     for name in sorted(members.files | members.links):
         file = members.find(name)
-        if name.startswith(_BLOBS) and file and name != _BLOBS + file.sha256:
+        is_blob = name.startswith(_SHA256_BLOBS)
+        # `file` is None for a link without a target.
+        if is_blob and file and name != _SHA256_BLOBS + file.sha256:
             wrong_blobs.append(name)
     return wrong_blobs
 
@@ -556,19 +580,17 @@ class _MemberHasher:
 
         Raises
         ------
-        CheckFailed : the archive is damaged, or its JSON files exceed the limit for the memory.
+        CheckFailed : the archive is damaged, or its JSON files exceed `_MAX_DOCUMENTS_BYTES`.
         """
         members = read_members(self._stream, self._hash_member, where=self._where)
+        # Also unpack what follows the last member: only there, a compressed archive shows that it is cut.
         self._stream.drain()
         return members
 
     def _hash_member(self, member: Member) -> HashedFile:
         """Return the digests of the file `member`, and its content if it may be JSON or is small."""
         chunks = self._stream.body()
-        # The compression is known after 4 bytes, but the first chunk may be shorter.
-        start = b""
-        while len(start) < min(_MAGIC_BYTES, member.size_bytes):
-            start += next(chunks)
+        start = _read_start(chunks, min(_MAGIC_BYTES, member.size_bytes))
         # Layers are too large to be kept. But which of the files are JSON documents is known only after the
         # index has been read, so everything that may be one is kept.
         may_be_json = member.size_bytes <= MAX_JSON_BYTES and _begins_as_json(start)
@@ -580,13 +602,24 @@ class _MemberHasher:
                     where=self._where,
                     hint="do not use the archive if you do not know its author",
                 )
+        # A small file is always kept, so that a message can say that it is not JSON. It is not counted,
+        # because `MAX_MEMBERS` limits the number of files.
+        is_small = member.size_bytes <= _SMALL_BYTES
         return _hash_file(
             itertools.chain([memoryview(start)], chunks),
             compressed.compression_of(start),
             self._allowance,
             name=member.name,
-            is_kept=may_be_json or member.size_bytes <= _SMALL_BYTES,
+            is_kept=may_be_json or is_small,
         )
+
+
+def _read_start(chunks: Iterator[memoryview], least_bytes: int) -> bytes:
+    """Read the first chunks of a file until there are `least_bytes`, because a chunk may be shorter."""
+    start = b""
+    while len(start) < least_bytes:
+        start += next(chunks)
+    return start
 
 
 def _begins_as_json(start: bytes) -> bool:

@@ -120,56 +120,64 @@ def describe_incomplete(archive: Path, sha256: str, sidecar: Sidecar) -> tuple[s
 
 
 def to_json(sidecar: Sidecar) -> str:
-    """Return the text of the manifest file. Equal values give equal texts."""
+    """Return the text of the file ``X.tar.manifest.json`` beside an archive. Equal values give equal texts.
+
+    The file contains the manifest of the image, and facts about the image and the archive.
+    """
     system = None
-    manifest = None
+    image_manifest = None
     # The image contains both as files. Here, the same JSON objects are stored.
     if sidecar.system:
         system = json_text.parse(systems.to_json(sidecar.system))
     if sidecar.manifest:
-        manifest = json_text.parse(manifests.to_json(sidecar.manifest))
+        image_manifest = json_text.parse(manifests.to_json(sidecar.manifest))
     document = {
         "schema": SCHEMA,
         "image": dataclasses.asdict(sidecar.image),
         "archive": dataclasses.asdict(sidecar.archive),
         "system": system,
-        "manifest": manifest,
+        "manifest": image_manifest,
     }
+    # The seal is a digest of the document, by which `from_json` detects changes.
     return json.dumps(json_text.seal(document), indent=2, sort_keys=True) + "\n"
 
 
 def from_json(text: str, *, where: str) -> Sidecar:
-    """Parse the text of a manifest file that `to_json` wrote. `where` is the file's path, for messages.
+    """Parse the text of a sidecar, the file ``X.tar.manifest.json`` that `to_json` wrote.
+
+    `where` is the path of the file, for messages.
 
     Raises
     ------
-    UsageError : the text is not that of a manifest file, or a later version of imgkit wrote it.
+    UsageError : the text is not that of a sidecar, or a later version of imgkit wrote it.
     """
     try:
         document: dict[str, Any] = json_text.parse(text)
         # Before the other checks, because a later version may have other keys.
         if document["schema"] != SCHEMA:
-            raise UsageError(
+            raise UsageError(  # passes the `except` clauses below, as it is no ValueError
                 "a later version of imgkit wrote this sidecar", where=where, hint="use that version"
             )
-        json_text.unseal(document)  # raises ValueError if the text was changed, and removes the digest
-        # Refuse unknown keys: they would be lost when this version of imgkit writes the file again.
-        if document.keys() != {"schema", "image", "archive", "system", "manifest"}:
-            raise ValueError(f"its keys are {sorted(document)}")
         return _parse_document(document)
     except ValueError as error:
         raise UsageError(f"not a sidecar of imgkit save: {error}", where=where) from error
     except (KeyError, TypeError, AttributeError) as error:
+        # Python's message may be nothing but the name of a key, so `!r` adds the type of the error.
         raise UsageError(f"not a sidecar of imgkit save: {error!r}", where=where) from error
 
 
 def _parse_document(document: dict[str, Any]) -> Sidecar:
-    """Convert `document`, the JSON object in a manifest file, to a `Sidecar`.
+    """Convert `document`, the JSON object in a sidecar, to a `Sidecar`. This removes its seal, a digest.
 
     Raises
     ------
-    ValueError, KeyError, TypeError : a value is missing or has a wrong type.
+    ValueError : the document does not match its seal, or has other keys or values than a sidecar.
+    UsageError : the manifest in it is not that of an image.
     """
+    json_text.unseal(document)
+    # Refuse unknown keys: they would be lost when this version of imgkit writes the file again.
+    if document.keys() != {"schema", "image", "archive", "system", "manifest"}:
+        raise ValueError(f"its keys are {sorted(document)}")
     image = json_text.build_value(SavedImage, document["image"], "image", closed=True)
     archive = json_text.build_value(SavedArchive, document["archive"], "archive", closed=True)
     system = None

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import tempfile
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar
@@ -166,16 +167,43 @@ def open_archive(
     if path.is_dir() or compressed.detect_compression(path) == "none":
         yield open_image(path)
         return
-    plain = folder / "spool.tar"
-    where = str(path)
-    allowance = Allowance(path.stat().st_size, where, unpack_limit_bytes)
-    with contextlib.closing(compressed.read_plain(path, allowance=allowance)) as chunks:
-        image = spool_archive(chunks, plain, where=where, advance=advance)
-    yield image
-    plain.unlink()
+    allowance = Allowance(path.stat().st_size, str(path), unpack_limit_bytes)
+    plain = contextlib.closing(compressed.read_plain(path, allowance=allowance))
+    with spool_archive(plain, folder, where=str(path), advance=advance) as image:
+        yield image
 
 
+@contextlib.contextmanager
 def spool_archive(
+    opening: AbstractContextManager[Iterator[bytes]],
+    folder: Path,
+    *,
+    where: str,
+    advance: Callable[[int], None],
+) -> Iterator[StoredImage]:
+    """Write an uncompressed archive to a temporary file in `folder`, and yield the image in it.
+
+    The file is removed after the block. After an error it is left, since the caller removes `folder`.
+
+    Parameters
+    ----------
+    opening : yields the bytes of the archive. It is closed before the image is yielded.
+    where : the name of the archive, for messages.
+    advance : receives the number of bytes written so far.
+
+    Raises
+    ------
+    CheckFailed : the archive is damaged or cut short, or its configuration lists another number of layers.
+    UsageError : the archive has several images or none, or is not an image archive.
+    """
+    path = folder / "spool.tar"
+    with opening as chunks:
+        image = _write_archive(chunks, path, where=where, advance=advance)
+    yield image
+    path.unlink()
+
+
+def _write_archive(
     chunks: Iterator[bytes], path: Path, *, where: str, advance: Callable[[int], None]
 ) -> StoredImage:
     """Write an uncompressed archive to `path`, and return the image in it.
@@ -199,6 +227,7 @@ def spool_archive(
         stream = TarStream(_write_chunks(chunks, file, advance), name=where)
 
         def hash_member(member: Member) -> Region:
+            """Read the content of `member`, which is next in `stream`. Return its region with its digest."""
             digest = hashlib.sha256()
             for chunk in stream.body():
                 digest.update(chunk)
@@ -278,12 +307,14 @@ def _detect_compression(region: Region) -> Compress:
 def _select_in_archive(path: Path, where: str) -> SelectedImage[Region]:
     """Return the only image of the uncompressed archive `path`. Only headers and JSON files are read."""
 
-    def store(member: Member) -> Region:
-        """Return where the content of a member is in the archive, instead of reading it."""
+    def locate_content(member: Member) -> Region:
+        """Return where the content of `member` is in the archive, instead of reading it."""
         return Region(path=path, start=member.offset, size_bytes=member.size_bytes)
 
     with contextlib.closing(FileChunks(path, chunk_bytes=_HEADER_BYTES)) as chunks:
-        members = read.read_members(TarStream(chunks, name=where, jump=chunks.skip), store, where=where)
+        # With `skip`, the stream jumps over the contents, so that they are not read from the file.
+        stream = TarStream(chunks, name=where, jump=chunks.skip)
+        members = read.read_members(stream, locate_content, where=where)
     return read.select_image(members.find, where=where)
 
 

@@ -212,9 +212,12 @@ class TarStream:
     # methods contain few function calls, for speed.
 
     def _read_member(self) -> Member | None:
-        """Read the headers of the next member, and return the member, or None at the end of the archive."""
+        """Read the headers of the next member, and return the member, or None at the end of the archive.
+
+        Each `_read_...` method moves `position` to the byte after what it has read.
+        """
         # A member may have several extended headers in front of its own header. They contain values that do
-        # not fit into it, such as a long name.
+        # not fit into it, such as a long name. `extended` collects the values of all of them.
         extended = _NO_EXTENDED_HEADERS
         header = self._read_header()
         while header is not None and header[_KIND] in _EXTENDED_KINDS:
@@ -222,11 +225,11 @@ class TarStream:
             header = self._read_header()
         if header is None:
             return None
-        # The body of the member begins at this position. Some formats store the map of a sparse file (a file
+        # The body of the member begins at `position`. Some formats store the map of a sparse file (a file
         # with holes) there, which `_read_sparse_map` reads.
         member = _parse_member(header, extended, offset=self.position)
         sparse_map = self._read_sparse_map(member)
-        if sparse_map is None:
+        if sparse_map is None:  # most files have no holes
             return member
         return self._apply_sparse_map(member, sparse_map)
 
@@ -236,6 +239,7 @@ class TarStream:
         if header == _ZEROS:
             return None
         _verify_checksum(header)
+        _refuse_gnu_prefix(header)
         return header
 
     def _read_extended_header(self, header: bytes, earlier: _ExtendedHeaders) -> _ExtendedHeaders:
@@ -270,53 +274,50 @@ class TarStream:
 
         GNU tar stores the map in three formats: the old format in the header, format 0.1 in pax records, and
         format 1.0 at the start of the body. Return None if `member` is not a sparse file.
+
+        Raises
+        ------
+        ValueError : the map cannot be read, or has the outdated format 0.0.
         """
         pax = member.pax
         if member.header[_KIND] == _GNU_SPARSE:
-            content_bytes = _parse_count(member.header[_OLD_CONTENT_SIZE])
-            blocks, map_numbers = self._read_old_map(member.header)
-            return _SparseMap(content_bytes, map_numbers, blocks, body_bytes=member.size_bytes)
-        if "GNU.sparse.map" in pax:
-            content_bytes = _parse_decimal(pax.get("GNU.sparse.size"))
-            map_numbers = [_parse_decimal(digits) for digits in pax["GNU.sparse.map"].split(b",")]
-            return _SparseMap(content_bytes, map_numbers, [], body_bytes=member.size_bytes)
-        if "GNU.sparse.major" in pax:
-            content_bytes = _parse_decimal(pax.get("GNU.sparse.realsize"))
-            blocks, map_numbers = self._read_map_in_body(member.size_bytes)
-            # In the archive, the body begins with the map. The map is not a part of the file. In the other
-            # formats, all of the body belongs to the file.
-            body_bytes = member.size_bytes - len(blocks) * BLOCK_BYTES
-            return _SparseMap(content_bytes, map_numbers, blocks, body_bytes)
-        # Format 0.1 has this key, too, so it must be recognized before. Format 0.0 repeats a key for each
-        # part, but `pax` keeps only the last value of a key.
+            return self._read_old_map(member)
+        if "GNU.sparse.map" in pax:  # format 0.1
+            return _parse_map_in_pax(member)
+        if "GNU.sparse.major" in pax:  # format 1.0
+            return self._read_map_in_body(member)
+        # Format 0.0 repeats a key for each part, but `pax` keeps only the last value of a key. Format 0.1 has
+        # the key "numblocks", too, so this check must come after it.
         if "GNU.sparse.numblocks" in pax:
             raise ValueError("a sparse file of the outdated format 0.0")
         return None
 
     def _apply_sparse_map(self, member: Member, sparse_map: _SparseMap) -> Member:
-        """Return a copy of the sparse file `member` with its parts, and with its size including holes."""
+        """Return a copy of the sparse file `member` with its parts, and with its size including holes.
+
+        `sparse_map` must just have been read from the stream.
+        """
         if member.kind != REGULAR:
             raise ValueError("a map of a sparse file before something that is not a file")
         parts = _validate_map(sparse_map.numbers, sparse_map.body_bytes, sparse_map.content_bytes)
         return dataclasses.replace(
             member,
+            # The blocks of the map count as a header: they are not a part of the file's content.
             header=member.header + b"".join(sparse_map.blocks),
             size_bytes=sparse_map.body_bytes,
-            offset=self.position,
+            offset=self.position,  # the position after the map, where the first part of the file begins
             content_bytes=sparse_map.content_bytes,
             sparse=parts,
         )
 
-    def _read_old_map(self, header: bytes) -> tuple[list[bytes], list[int]]:
+    def _read_old_map(self, member: Member) -> _SparseMap:
         """Read the map of a sparse file (a file with holes) in the old GNU format.
 
-        The map lists the parts of the file that are stored. It begins with 4 parts in the `header`, and
-        continues in blocks of 21 parts after the header.
-
-        Returns
-        -------
-        The blocks after the header, and the numbers of the map: offset, size, offset, size, ...
+        The map lists the parts of the file that are stored. It begins with 4 parts in the header, and
+        continues in blocks of 21 parts after the header. All of the body belongs to the file.
         """
+        header = member.header
+        content_bytes = _parse_count(header[_OLD_CONTENT_SIZE])
         blocks: list[bytes] = []
         table = header[_OLD_MAP]
         has_more = header[_OLD_MAP_GOES_ON]  # a byte that is 0 after the last block
@@ -326,34 +327,34 @@ class TarStream:
             blocks.append(block)
             table += block[_OLD_MAP_IN_BLOCK]
             has_more = block[_OLD_MAP_GOES_ON_IN_BLOCK]
-        map_numbers: list[int] = []
+        numbers: list[int] = []
         for offset, size in _OLD_PART.iter_unpack(table):
             # An unused part consists of zero bytes.
             if offset.strip(b"\0") or size.strip(b"\0"):
-                map_numbers += (_parse_count(offset), _parse_count(size))
-        return blocks, map_numbers
+                numbers += (_parse_count(offset), _parse_count(size))
+        return _SparseMap(content_bytes, numbers, blocks, body_bytes=member.size_bytes)
 
-    def _read_map_in_body(self, body_bytes: int) -> tuple[list[bytes], list[int]]:
+    def _read_map_in_body(self, member: Member) -> _SparseMap:
         """Read the map of a sparse file in format 1.0, which is text at the beginning of the body.
 
-        Its first line is the number of parts. Two lines follow for each part: its offset and its size.
-
-        Returns
-        -------
-        The blocks of the map, and its numbers without the first one: offset, size, offset, size, ...
+        Its first line is the number of parts. Two lines follow for each part: its offset and its size. The
+        map is not a part of the file, but `member.size_bytes` counts it.
         """
-        block = self._read_map_block([], body_bytes)
+        content_bytes = _parse_decimal(member.pax.get("GNU.sparse.realsize"))
+        block = self._read_map_block([], member.size_bytes)
         blocks = [block]
         part_count, _, _ = block.partition(b"\n")
         expected_lines = 1 + 2 * _parse_decimal(part_count)
         line_count = block.count(b"\n")
         while line_count < expected_lines:
-            block = self._read_map_block(blocks, body_bytes)
+            block = self._read_map_block(blocks, member.size_bytes)
             blocks.append(block)
             line_count += block.count(b"\n")
         # Skip the number of parts, and the padding after the last line.
         lines = b"".join(blocks).split(b"\n")[1:expected_lines]
-        return blocks, [_parse_decimal(line) for line in lines]
+        numbers = [_parse_decimal(line) for line in lines]
+        body_bytes = member.size_bytes - len(blocks) * BLOCK_BYTES
+        return _SparseMap(content_bytes, numbers, blocks, body_bytes)
 
     def _read_map_block(self, blocks: Sequence[bytes], most_bytes: int = _MAX_NUMBER) -> bytes:
         """Read and return the next block of a sparse file's map. `blocks` are the blocks read before it.
@@ -380,13 +381,13 @@ class TarStream:
         count = self._unread + self._padding
         # The bytes in `_pending` are already in memory. Only the bytes after them can be skipped in the file.
         count_in_file = count - len(self._pending)
-        if self._jump is not None and count_in_file > 0:  # `_jump` is None for a stream that cannot skip
+        if self._jump is None or count_in_file <= 0:  # `_jump` is None for a stream that cannot skip
+            for _ in self._read_pieces(count):  # this also moves `position` and `_pending`
+                pass
+        else:
             self.position += count
             self._pending = memoryview(b"")
             self._jump(count_in_file)
-        else:
-            for _ in self._read_pieces(count):
-                pass
         self._unread = 0
         self._padding = 0
 
@@ -685,26 +686,38 @@ def _parse_pax(data: bytes) -> dict[str, bytes]:
 
 
 def _verify_checksum(header: bytes) -> None:
-    """Raise ValueError if a header has a wrong checksum, or if it is a GNU header with a text as prefix.
-
-    In the prefix field, POSIX stores the first part of a long path, but GNU stores numbers. If a GNU header
-    has a text in this field, some programs use it as a folder and others ignore it. So a hostile archive
-    could show a different tree to each program.
-    """
+    """Raise ValueError if a header has a wrong checksum."""
     checksum = header[_CHECKSUM]
     # In the sum, spaces stand for the checksum's own field.
     expected = sum(header) - sum(checksum) + CHECKSUM_AS_SPACES
     if _parse_number(checksum) != expected:
         raise ValueError("a header's checksum is wrong")
+
+
+def _refuse_gnu_prefix(header: bytes) -> None:
+    """Raise ValueError if a GNU header has a text in the field for the prefix.
+
+    In this field, POSIX stores the first part of a long path, but GNU stores numbers. If a GNU header has a
+    text there, some programs use it as a folder and others ignore it. So a hostile archive could show a
+    different tree to each program.
+    """
     if header[MAGIC] != b"ustar ":  # not GNU: the prefix is a path as it should be
         return
-    # GNU stores times and sizes as octal digits, or in binary, which is not ASCII.
-    number_fields = header[_PREFIX]
+    prefix_field = header[_PREFIX]
     if header[_KIND] == _GNU_SPARSE:
         # Check only up to the end of the map. A flag byte, which is not a digit, and the file's size follow.
-        number_fields = header[_PREFIX.start : _OLD_MAP.stop]
-    if number_fields.strip(b"\0 01234567") and number_fields.isascii():
+        prefix_field = header[_PREFIX.start : _OLD_MAP.stop]
+    # GNU stores its times and sizes as octal digits, or in binary. Binary numbers are not ASCII.
+    has_octal_only = not prefix_field.strip(b"\0 01234567")
+    if not has_octal_only and prefix_field.isascii():
         raise ValueError("a GNU header with a prefix, which some readers use as a folder")
+
+
+def _parse_map_in_pax(member: Member) -> _SparseMap:
+    """Return the map of a sparse file in format 0.1, which is a pax record such as ``0,512,4096,10``."""
+    content_bytes = _parse_decimal(member.pax.get("GNU.sparse.size"))
+    numbers = [_parse_decimal(digits) for digits in member.pax["GNU.sparse.map"].split(b",")]
+    return _SparseMap(content_bytes, numbers, [], body_bytes=member.size_bytes)
 
 
 def _validate_map(numbers: Sequence[int], body_bytes: int, content_bytes: int) -> Sparse:

@@ -23,6 +23,8 @@ _MOST_TIME_S = (1 << 32) - 1
 """The latest time that a squashfs can store, in 32 bits. mksquashfs refuses a negative time."""
 _NAME_BYTES = 100
 """Size of the field for a name or a link target. A longer text is written in an extended header before."""
+_OWNER_NAMES_BYTES = 2 * 32
+"""Size of the fields for the names of user and group, which remain empty."""
 _PAX, _GNU_NAME, _GNU_LINK = b"x", b"L", b"K"
 
 
@@ -56,7 +58,7 @@ def header(
         extended += _make_long_text_header(_GNU_NAME, name)
     if len(target) > _NAME_BYTES:
         extended += _make_long_text_header(_GNU_LINK, target)
-    # `_block` writes these fields one after the other, so their order and widths are those of the format. The
+    # These fields are written one after the other, so their order and widths are those of the format. The
     # numbers are octal.
     fields = b"%07o\0" % (mode & 0o7777)
     fields += _number(uid, 8)
@@ -67,7 +69,7 @@ def header(
         device = (0, 0)
     device_fields = b"".join(_number(number, 8) for number in device)
     # These magic bytes declare GNU's format, in which `_number` may store large numbers in binary.
-    return extended + _block(name, fields, kind, target, b"ustar  \0", device_fields)
+    return extended + _make_header_block(name, fields, kind, target, b"ustar  \0", device_fields)
 
 
 def _make_long_text_header(kind: bytes, text: bytes) -> bytes:
@@ -92,7 +94,7 @@ def ustar_header(
         raise ValueError(f"too long for a plain tar header: {name!r} {link!r}")
     uid = gid = mtime_s = 0
     fields = b"%07o\0%07o\0%07o\0%011o\0%011o\0" % (mode, uid, gid, size_bytes, mtime_s)
-    return _block(name, fields, kind, link, b"ustar\x0000", b"")
+    return _make_header_block(name, fields, kind, link, b"ustar\x0000", b"")
 
 
 def pax_header(records: Mapping[str, bytes]) -> bytes:
@@ -118,7 +120,9 @@ def padding(size_bytes: int) -> bytes:
     return bytes(-size_bytes % BLOCK_BYTES)
 
 
-def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, device: bytes) -> bytes:
+def _make_header_block(
+    name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, device: bytes
+) -> bytes:
     """Return a header block of 512 bytes, including its checksum.
 
     `fields` are the bytes of mode, uid, gid, size and time, and `device` those of the major and minor number.
@@ -126,9 +130,7 @@ def _block(name: bytes, fields: bytes, kind: bytes, link: bytes, magic: bytes, d
     """
     before_checksum = name[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0") + fields
     after_checksum = kind + link[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-    # 64 of these bytes are for the names of user and group, which remain empty.
-    after_checksum += magic.ljust(72, b"\0")
-    after_checksum += device
+    after_checksum += magic + bytes(_OWNER_NAMES_BYTES) + device
     checksum = sum(before_checksum) + sum(after_checksum) + CHECKSUM_AS_SPACES
     block = before_checksum + b"%06o\0 " % checksum + after_checksum
     return block.ljust(BLOCK_BYTES, b"\0")

@@ -166,11 +166,13 @@ def from_json(text: str) -> Manifest:
     """
     try:
         data: dict[str, Any] = json_text.parse(text)
+        # Another schema is a later one, since there has been only one so far. `except` does not catch this.
         if data.pop("schema") != SCHEMA:
             raise UsageError(
                 "the manifest is from a later imgkit", hint="use that version, or build the image again"
             )
+        # `closed` makes a key an error that is not a field of the class.
         manifest: Manifest = json_text.build_value(Manifest, data, "manifest", closed=True)
         return manifest
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:  # no JSON, or other JSON
         raise UsageError(f"not an imgkit manifest: {error}") from error

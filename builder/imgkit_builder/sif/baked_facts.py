@@ -30,7 +30,8 @@ BAKED_FILES = (_MANIFEST, _SYSTEM)
 _DISTRIBUTION = re.compile(
     r"(?P<lib>.*)/python3[^/]*/(?:site|dist)-packages/(?P<name>[^/]+)-[^/-]+\.dist-info"
 )
-_ORIGIN = ".dist-info/direct_url.json"
+_DIRECT_URL = "direct_url.json"
+"""The file in a .dist-info folder with the origin of a package that does not come from an index (PEP 610)."""
 _MOST_FILE_BYTES = 1 << 20
 """The files of imgkit and pip are smaller. A larger file of the same name is ignored."""
 
@@ -62,8 +63,12 @@ class BakedFactsCollector:
     """Collect `BakedFacts` from the names and the small files of an image, in any order."""
 
     def __init__(self) -> None:
-        self._texts: dict[str, bytes] = {}
-        self._names: set[str] = set()
+        self._contents: dict[str, bytes] = {}
+        """The contents of small files, by their paths."""
+        self._dist_info_folders: set[str] = set()
+        """The .dist-info folders of all installed packages."""
+        self._has_lock = False
+        """Whether the image was built from a lock file."""
 
     def observe(self, entries: Iterable[ImageEntry]) -> Iterator[ImageEntry]:
         """Yield `entries` with the same content, and collect the names and contents that `facts` needs.
@@ -87,16 +92,18 @@ class BakedFactsCollector:
 
         It needs the files of imgkit, and the file ``direct_url.json`` with the origin of a package.
         """
-        return name in BAKED_FILES or name.endswith(_ORIGIN)
+        return name in BAKED_FILES or name.endswith(f".dist-info/{_DIRECT_URL}")
 
     def add(self, name: str, data: bytes) -> None:
         """Store the content of a file for which `is_relevant` is true."""
-        self._texts[name] = data
+        self._contents[name] = data
 
     def add_name(self, name: str) -> None:
         """Store the name of a file if it shows that a package is installed or that a lock file was used."""
-        if name == _LOCK or name.endswith(".dist-info/METADATA"):
-            self._names.add(name)
+        if name == _LOCK:
+            self._has_lock = True
+        elif name.endswith(".dist-info/METADATA"):
+            self._dist_info_folders.add(posixpath.dirname(name))
 
     def facts(self, path: str) -> BakedFacts:
         """Return the facts collected from the entries so far. `path` is the variable PATH of the image."""
@@ -106,19 +113,21 @@ class BakedFactsCollector:
         )
 
     def _text(self, name: str) -> str:
-        return self._texts.get(name, b"").decode("utf-8", "replace")
+        return self._contents.get(name, b"").decode("utf-8", "replace")
 
     def _list_distributions(self, path: str) -> Iterator[Distribution]:
         """Yield the packages of every Python on the image's PATH, which is given as `path`.
 
-        If ``/usr/bin`` is on PATH, the packages in ``usr/lib/python3.12/site-packages`` are included.
+        If ``/usr/bin`` is on PATH, the packages in ``usr/lib/python3.12/site-packages`` are included. A
+        package that was installed with ``pip install --editable`` is given with its source folder.
         """
         libs = library_folders(path)
-        for folder in self._list_dist_info_folders():
-            match = _DISTRIBUTION.fullmatch(folder)
-            if match is not None and match["lib"] in libs:
-                direct_url = self._texts.get(f"{folder}/direct_url.json", b"")
-                yield Distribution(name=match["name"], folder=_parse_editable_folder(direct_url))
+        for dist_info in self._list_dist_info_folders():
+            match = _DISTRIBUTION.fullmatch(dist_info)
+            if match is None or match["lib"] not in libs:
+                continue
+            direct_url = self._contents.get(f"{dist_info}/{_DIRECT_URL}", b"")  # pip notes that folder there
+            yield Distribution(name=match["name"], folder=_parse_editable_folder(direct_url))
 
     def _list_dist_info_folders(self) -> set[str]:
         """Return the .dist-info folders of the packages to list. Each installed package has such a folder.
@@ -127,10 +136,10 @@ class BakedFactsCollector:
         writes this file for a package that does not come from an index. The lock file lists all other
         packages.
         """
-        # `_texts` has the small files that were read. `_names` has the METADATA files and the lock file.
-        folders = {name.removesuffix("/direct_url.json") for name in self._texts if name.endswith(_ORIGIN)}
-        if _LOCK not in self._names:
-            folders |= {name.removesuffix("/METADATA") for name in self._names}
+        direct_urls = [path for path in self._contents if posixpath.basename(path) == _DIRECT_URL]
+        folders = {posixpath.dirname(path) for path in direct_urls}
+        if not self._has_lock:
+            folders |= self._dist_info_folders
         return folders
 
 

@@ -12,7 +12,7 @@ from imgkit_builder.oci.config import ImageConfig
 from imgkit_builder.sif import image
 from imgkit_builder.sif.conversion import ConversionJob
 from imgkit_builder.sif.image import SifImage
-from imgkit_builder.sif.runtime import RuntimeTool, exec_arguments, isolation
+from imgkit_builder.sif.runtime import RuntimeTool, choose_isolation, exec_arguments
 from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed
 
@@ -41,7 +41,7 @@ def check_built(job: ConversionJob, config: ImageConfig, layer_bytes: int, *, ca
     ------
     CheckFailed : the .sif differs from the image.
     """
-    path = job.work.part  # the file gets its final name only after this check
+    path = job.work.new_file  # the file gets its final name only after this check
     sif = image.check_structure(path)
     root = sif.require_root()
     # Some runtimes that cannot read a layer write only their own 40 KB of files, and exit with 0.
@@ -82,7 +82,9 @@ def _inspect_labels(job: ConversionJob, path: Path) -> dict[str, Any]:
         raise _unreadable_labels_error(path, error) from error
 
 
-def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, is_built: bool) -> None:
+def check_start(
+    job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, is_built_by_runtime: bool
+) -> None:
     """Test the new .sif by starting a program in it with the runtime `tool`.
 
     In an image that imgkit has built, the program is ``cat``. It prints the manifest (imgkit's description of
@@ -92,23 +94,23 @@ def check_start(job: ConversionJob, tool: RuntimeTool, config: ImageConfig, *, i
     ----------
     job : the conversion. It has the path of the new file, and runs the runtime.
     config : configuration of the image that was converted, with its labels.
-    is_built : whether the runtime wrote the file. Runtimes have lost files, so a missing ``true`` is an error
-        then. If imgkit wrote the file, the image may be a single static binary without ``true``.
+    is_built_by_runtime : whether the runtime wrote the file. Runtimes have lost files, so a missing ``true``
+        is an error then. If imgkit wrote it, the image may be a single static binary without ``true``.
 
     Raises
     ------
     CheckFailed : the manifest is missing, or does not match the labels.
     ToolFailed : the program does not run.
     """
-    path = job.work.part  # the file gets its final name only after this test
+    path = job.work.new_file  # the file gets its final name only after this test
     has_manifest = "imgkit.version" in config.labels  # imgkit sets this label when it builds an image
     program, *arguments = ["cat", manifest.MANIFEST_JSON] if has_manifest else ["true"]
-    isolated = isolation(tool)
+    isolated = choose_isolation(tool)
     job.clock.note(isolated.description(program))
     try:
         program_output = job.run(*exec_arguments(path, (program, *arguments), isolated))
     except ToolFailed as error:
-        may_lack_program = not has_manifest and not is_built
+        may_lack_program = not has_manifest and not is_built_by_runtime
         # Only this one message shows that the runtime has mounted the image. Any other error is a real one.
         if may_lack_program and _NO_PROGRAM.search(error.hint or ""):
             job.clock.note("nothing run: the image has no program 'true'")
@@ -184,16 +186,17 @@ def _check_manifest(output: str, labels: Mapping[str, str], path: Path) -> None:
     try:
         # Warnings of the runtime may come before the JSON.
         json_start = output.index("{")
-        baked = manifest.from_json(output[json_start:])
+        image_manifest = manifest.from_json(output[json_start:])
     except (ValueError, ImgkitError) as error:
         raise CheckFailed(
             f"{manifest.MANIFEST_JSON} in it cannot be read: {error}", where=str(path)
         ) from error
-    # Without such a label, there is nothing to compare with, and every recipe is accepted.
-    expected_sha256 = labels.get("imgkit.recipe.sha256", baked.recipe_sha256)
-    if baked.recipe_sha256 != expected_sha256:
+    expected_sha256 = labels.get("imgkit.recipe.sha256")
+    if expected_sha256 is None:  # there is nothing to compare with, so every recipe is accepted
+        return
+    if image_manifest.recipe_sha256 != expected_sha256:
         raise CheckFailed(
-            f"{manifest.MANIFEST_JSON} in it is of recipe {baked.recipe_sha256}, "
+            f"{manifest.MANIFEST_JSON} in it is of recipe {image_manifest.recipe_sha256}, "
             f"its label says {expected_sha256}",
             where=str(path),
         )

@@ -289,13 +289,14 @@ def choose_compression(
         return _choose_by_runtime(requested)
     if requested == "gzip":
         return GZIP
-    if not kernel_reads_zstd():
-        zstd_error = f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
-    if not zstd_error:
+    zstd_problem = zstd_error
+    if not kernel_reads_zstd():  # this is reported first: another mksquashfs would not help
+        zstd_problem = f"this kernel ({os.uname().release}) cannot mount zstd squashfs; 4.14 can"
+    if not zstd_problem:
         return ZSTD
     if requested == "zstd":
-        raise UsageError(zstd_error, where="--compression zstd", hint="--compression gzip")
-    return GZIP
+        raise UsageError(zstd_problem, where="--compression zstd", hint="--compression gzip")
+    return GZIP  # "auto"
 
 
 def _choose_by_runtime(requested: CompressionChoice) -> Compression:

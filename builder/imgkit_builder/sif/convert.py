@@ -58,7 +58,7 @@ class ConversionPlan:
     squasher: Squasher | None
     """The mksquashfs that writes the file; None if a runtime builds it."""
     tool: RuntimeTool | None
-    """The runtime that builds the file. If imgkit writes it, the runtime that tests it, or None."""
+    """The runtime that builds the file, if `squasher` is None. Else the runtime that tests it, or None."""
     notes: tuple[str, ...]
     """Sentences for the user."""
 
@@ -75,19 +75,18 @@ class ConversionPlan:
         `record` says how the existing file was made. The file may differ from a part of the plan that the
         user did not choose. For example, a gzip file is accepted if the plan uses zstd only by default.
         """
-        # `squasher` is None if a runtime builds the file. The existing file must be from the same runtime.
-        if self.squasher is None and record.runtime != str(self.tool):
+        # A compression is "zstd 3", "gzip 6", or "runtime" if a runtime has chosen it.
+        is_packed_as_planned = record.compression == str(self.compression)
+        if self.squasher is None:  # a runtime builds the file: it must be the same runtime as before
+            return is_packed_as_planned and record.runtime == str(self.tool)
+        is_built_by_runtime = record.route == "layers"
+        if options.writer == "imgkit" and is_built_by_runtime:
             return False
-        # The user wants imgkit to write the file, but a runtime has built it from the image's layers.
-        if options.writer == "imgkit" and record.route == "layers":
-            return False
-        if record.compression == str(self.compression):
+        if is_packed_as_planned:
             return True
-        if self.squasher is None or options.compression != "auto":
-            return False
-        # The user has chosen no compression, and a gzip squashfs can be mounted everywhere. A runtime without
-        # options compresses with gzip by default.
-        return record.compression.startswith(("gzip", "runtime"))
+        # If the user has chosen no compression, gzip will do, because every machine can mount it. A runtime
+        # that chooses the compression uses gzip by default.
+        return options.compression == "auto" and record.compression.startswith(("gzip", "runtime"))
 
 
 def convert(source: Source, target: Path, options: Options, report: Reporter) -> Converted:
@@ -118,15 +117,15 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
             return existing
     for note in plan.notes:
         report.note(note)
-    base = tmp_base(target, options.tmpdir)
-    _check_space(source, target, base, plan)
-    # `work.part` is the new file under a temporary name, and `work.folder` has all other temporary files.
-    with workspace(target, base) as work, log_file(target.stem) as log:
+    temporary_base = tmp_base(target, options.tmpdir)
+    _check_space(source, target, temporary_base, plan)
+    # `work.new_file` is the new file under a temporary name, and `work.folder` has all other temporary files.
+    with workspace(target, temporary_base) as work, log_file(target.stem) as log:
         clock = Clock(report)
         job = ConversionJob(
             tool=plan.tool, options=options, compression=plan.compression, work=work, clock=clock, log=log
         )
-        with files.flush_in_background(work.part):
+        with files.flush_in_background(work.new_file):
             with entries.open_source(
                 source,
                 work.folder,
@@ -149,18 +148,18 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
                 else:
                     layer_bytes = runtime_build.write_oci_folder(image, job).layer_bytes
             if plan.squasher:
-                format.complete(work.part, image.config)
+                format.complete(work.new_file, image.config)
             else:
-                assert plan.tool is not None  # noqa: S101 - for the type checker: this method has one
+                assert plan.tool is not None  # noqa: S101 - for the type checker: there is no squasher
                 runtime_build.run_build(job, plan.tool, image.name)
             clock.stage("check")
             # Add the record before the test run, so that the tested file is exactly the file that the user
             # gets.
             record = _make_record(image, plan, facts)
-            record, checksum = format.put_record(work.part, record, clock.advance)
+            record, checksum = format.put_record(work.new_file, record, clock.advance)
         _check_result(image.config, layer_bytes, job, plan)
         clock.stage("make durable")
-        _publish(work.part, target, checksum)
+        _publish(work.new_file, target, checksum)
         clock.finish()
     return _make_result(target, options, image.config, record, tuple(clock.stages), Path(log.name))
 
@@ -196,39 +195,41 @@ def _make_result(
     )
 
 
-def _publish(part: Path, target: Path, checksum: str) -> None:
-    """Rename the complete file `part` to `target`, and write its checksum file.
+def _publish(new_file: Path, target: Path, checksum: str) -> None:
+    """Rename the complete file `new_file` to `target`, and write its checksum file.
 
     `checksum` is the sha256 of the file in hex, or ``""`` for a format without a checksum file.
     """
     if not checksum:
-        files.publish_file(part, target)
+        files.publish_file(new_file, target)
         return
     # Remove the old checksum first: if this process is killed, it must not be left beside the new file.
     files.remove_file(sidecar.sha256_path(target))
-    files.publish_file(part, target)
+    files.publish_file(new_file, target)
     files.write_file(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
 def _squash_image(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
-    """Write the squashfs of `image` into the part file, which is renamed to `target` at the end.
+    """Write the squashfs of `image` with `plan.squasher` into the new file of `job`.
 
-    In a .sif, free space for the header is left before the squashfs. A .sqsh has no header.
+    In a .sif, free space for the header is left before the squashfs. A .sqsh has no header. The new file is
+    renamed to `target` later. Here, `target` only tells on which disk it is.
 
     Returns
     -------
     The facts that imgkit and pip recorded in the image, such as its manifest. They are collected from the
     files while these are written.
     """
-    assert plan.squasher is not None  # noqa: S101 - for the type checker: this method has one
+    assert plan.squasher is not None  # noqa: S101 - for the type checker: the caller has checked it
     config = image.config
     collector = BakedFactsCollector()
-    spool_bytes = _compute_spool_limit(image, target, job.work.folder.parent, plan)
+    temporary_base = job.work.folder.parent
+    spool_bytes = _compute_spool_limit(image, target, temporary_base, plan)
     with file_entries(image, job, spool_bytes=spool_bytes) as stream:
         squash.write(
             collector.observe(stream),
             job,
-            job.work.part,
+            job.work.new_file,
             created=config.created,
             offset=FORMATS[job.options.format].squashfs_offset(config),
             squasher=plan.squasher,
@@ -299,15 +300,15 @@ def _check_result(config: ImageConfig, layer_bytes: int, job: ConversionJob, pla
     Size, architecture and labels are checked only if a runtime has built the file. `layer_bytes` is the size
     of the uncompressed layers. A much smaller file has lost some of them.
     """
-    is_built = plan.squasher is None  # a runtime has built the file, and not imgkit with a mksquashfs
-    tester = _find_tester(config, job, plan)
-    if is_built:
+    is_built_by_runtime = plan.squasher is None  # otherwise imgkit has written it with a mksquashfs
+    tester = _choose_tester(config, job, plan)
+    if is_built_by_runtime:
         check.check_built(job, config, layer_bytes, can_run=tester is not None)
     if tester is not None:
-        check.check_start(job, tester, config, is_built=is_built)
+        check.check_start(job, tester, config, is_built_by_runtime=is_built_by_runtime)
 
 
-def _find_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) -> RuntimeTool | None:
+def _choose_tester(config: ImageConfig, job: ConversionJob, plan: ConversionPlan) -> RuntimeTool | None:
     """Return the runtime that can test the image on this machine, or None if no test is possible.
 
     If the user wants a test that is not possible, a note gives the reason: this machine has no runtime, or
@@ -392,7 +393,7 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
         if isinstance(source, EngineImage):
             hint += "\nor convert on the cluster: imgkit save IMAGE here, imgkit sif IMAGE.tar there"
         if options.writer == "auto" and format.is_started_here:
-            return _plan_runtime(options, error.what, install=hint)
+            return _plan_runtime(options, error.what, install_hint=hint)
         if format.is_started_here:
             hint += "\nor let a runtime build: --writer runtime"
         raise ToolMissing(error.what, hint=hint) from error
@@ -421,29 +422,30 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
     )
 
 
-def _plan_runtime(options: Options, reason: str, *, install: str = "") -> ConversionPlan:
-    """Return a plan in which Singularity or Apptainer builds the .sif.
+def _plan_runtime(options: Options, reason: str, *, install_hint: str = "") -> ConversionPlan:
+    """Return a plan in which Singularity or Apptainer builds the .sif from the layers of the image.
 
     Parameters
     ----------
     reason : why a runtime builds the file, for a note to the user.
-    install : how to install mksquashfs, for a hint. It is empty if the user chose the runtime. Otherwise the
-        note adds that a runtime is slower.
+    install_hint : how to install mksquashfs, if it is missing and a runtime is only the second choice. It is
+        empty if the user chose the runtime.
 
     Raises
     ------
     ToolMissing : this machine has no runtime.
     """
+    is_second_choice = bool(install_hint)
     try:
         tool = find_runtime(options.runtime, module_hint=options.module_hint)
     except ToolMissing as error:
-        if not install:
+        if not is_second_choice:
             raise
-        raise ToolMissing(error.what, hint=f"{error.hint}; or without a runtime: {install}") from error
+        raise ToolMissing(error.what, hint=f"{error.hint}; or without a runtime: {install_hint}") from error
     # The runtime runs one of the machine's mksquashfs programs. Which one it chooses is not known.
     zstd_error = mksquashfs.zstd_error(mksquashfs.find_any())
     compression = choose_compression(tool.capabilities, options.compression, zstd_error=zstd_error)
-    slower = " (slower)" if install else ""
+    slower = " (slower)" if is_second_choice else ""
     notes = [f"writer: {tool}, started through spython{slower}: {reason}"]
     if compression.note:
         notes.append(compression.note)
@@ -463,15 +465,15 @@ def list_commands(source: Source, target: Path, options: Options) -> tuple[str, 
     UsageError : the requested compression or writer is not possible.
     """
     plan = make_plan(source, options)
-    part = files.temporary_name(target, "TOKEN")
+    new_file = files.temporary_name(target, "TOKEN")
     folder = tmp_base(target, options.tmpdir) / f"{files.TEMPORARY}sif.TOKEN"
     lines = [f"# {note}" for note in plan.notes]
-    if plan.squasher:
-        lines += _list_squash_commands(plan, plan.squasher, source, part, folder)
-    elif plan.tool:
-        lines += _list_build_commands(plan, plan.tool, part, folder)
+    if plan.squasher:  # imgkit writes the file with this mksquashfs
+        lines += _list_squash_commands(plan, plan.squasher, source, new_file, folder)
+    elif plan.tool:  # otherwise there is always a runtime that builds the file
+        lines += _list_build_commands(plan, plan.tool, new_file, folder)
     lines.append("# add the record of the image, with the digest of its squashfs")
-    lines.append(f"mv {part} {target}")
+    lines.append(shlex.join(("mv", str(new_file), str(target))))
     if FORMATS[options.format].has_checksum:
         name = shlex.quote(target.name)
         checksum_name = shlex.quote(f"{target.name}.sha256")
@@ -480,57 +482,63 @@ def list_commands(source: Source, target: Path, options: Options) -> tuple[str, 
 
 
 def _list_squash_commands(
-    plan: ConversionPlan, squasher: Squasher, source: Source, part: Path, folder: Path
+    plan: ConversionPlan, squasher: Squasher, source: Source, new_file: Path, folder: Path
 ) -> list[str]:
-    """Return the commands with which imgkit writes the squashfs `part`, with temporary files in `folder`."""
+    """Return the commands with which imgkit writes the squashfs `new_file`.
+
+    `folder` is the folder for temporary files.
+    """
     # The time 0 is only a placeholder: the image has not been read yet.
-    squashfs = SquashTarget(path=part, created_s=0, compression=plan.compression, folder=folder)
+    squashfs = SquashTarget(path=new_file, created_s=0, compression=plan.compression, folder=folder)
     producer = "merged layers of"
     if plan.method == "export":
         producer = "docker export CONTAINER-OF"
     return [f"# {producer} {source.name} |", shlex.join(squasher.argv(squashfs))]
 
 
-def _list_build_commands(plan: ConversionPlan, tool: RuntimeTool, part: Path, folder: Path) -> list[str]:
-    """Return the commands with which a runtime builds the .sif `part` in the temporary `folder`."""
+def _list_build_commands(plan: ConversionPlan, tool: RuntimeTool, new_file: Path, folder: Path) -> list[str]:
+    """Return the commands with which a runtime builds the .sif `new_file` in the temporary `folder`."""
     image = runtime_build.oci_address("IMAGE")
-    arguments = runtime_build.build_arguments(tool, plan.compression, part, image)
+    arguments = runtime_build.build_arguments(tool, plan.compression, new_file, image)
     return [
-        f"cd {folder}",
+        shlex.join(("cd", str(folder))),
         "# lay out the image as an OCI folder with uncompressed layers",
         shlex.join([str(tool.path), *arguments]),
     ]
 
 
-def _check_space(source: Source, target: Path, base: Path, plan: ConversionPlan) -> None:
-    """Raise CheckFailed if there is too little space for `target`, or for temporary files in `base`.
+def _check_space(source: Source, target: Path, temporary_base: Path, plan: ConversionPlan) -> None:
+    """Raise CheckFailed if there is too little space for `target`, or for files in `temporary_base`.
 
     If the source is a stream of unknown size, nothing is checked.
     """
     image_bytes = source.size_bytes
-    if image_bytes is None:
+    if image_bytes is None:  # a stream
         return
     temporary_bytes = int(image_bytes * plan.disk_share)  # the share depends on who writes the file
-    # A stream or a compressed archive is first unpacked to disk. If a runtime builds the file, that copy is
-    # removed before the runtime starts, so `disk_share` already includes enough space.
-    if plan.method == "stream" and entries.is_spooled(source):
+    # A stream or a compressed archive is first unpacked to disk. If imgkit merges the layers ("stream"), it
+    # reads them from that copy. A runtime starts only after the copy is removed, so `disk_share` is enough.
+    needs_copy_until_end = plan.method == "stream" and entries.is_spooled(source)
+    if needs_copy_until_end:
         temporary_bytes += image_bytes
-    check_space(image_bytes, temporary_bytes, target, base)
+    check_space(image_bytes, temporary_bytes, target, temporary_base)
 
 
-def _compute_spool_limit(image: OpenImage, target: Path, base: Path, plan: ConversionPlan) -> int:
-    """Return how many bytes of unpacked layers may be written to the temporary folder `base`.
+def _compute_spool_limit(image: OpenImage, target: Path, temporary_base: Path, plan: ConversionPlan) -> int:
+    """Return how many bytes of unpacked layers may be written to the folder `temporary_base`.
 
-    If the layers would probably not fit, the result is 0. Then no unpacked layer is written to disk.
-    Compressed layers are unpacked twice: once for their headers and digests, and once for their files.
+    imgkit reads each layer twice: once for its headers and digest, and once for its files. If unpacked
+    layers are on disk, they need to be unpacked only once. If they would probably not fit, the result is 0.
+    Then none of them is written to disk.
     """
     if not isinstance(image.files, StoredImage):  # an engine's export has no layers
         return 0
     packed_bytes = image.files.packed_bytes
     # This is an estimate. The true size is known only after unpacking.
     unpacked_bytes = int(packed_bytes * entries.UNPACKED_FACTOR)
-    image_bytes = image.size_bytes - packed_bytes + unpacked_bytes
-    free_bytes = spare_bytes(image_bytes, plan.disk_share, target, base)
+    unpacked_image_bytes = image.size_bytes - packed_bytes + unpacked_bytes
+    # What the conversion itself needs is already subtracted.
+    free_bytes = spare_bytes(unpacked_image_bytes, plan.disk_share, target, temporary_base)
     if free_bytes < unpacked_bytes:
         return 0
     return free_bytes

@@ -292,38 +292,22 @@ def _open_stored(
     """
     if isinstance(source, Piped):
         report.stage("read standard input")
-        return _spool_stream(contextlib.closing(source.chunks()), folder, report, name=source.name)
+        chunks = contextlib.closing(source.chunks())
+        return stored.spool_archive(chunks, folder, where=source.name, advance=report.advance)
     if isinstance(source, EngineImage):
         report.stage(f"save {source.name} from the engine")
-        return _spool_stream(source.save(), folder, report, name=source.name, total_bytes=source.size_bytes)
+        total_bytes = source.size_bytes
+        return stored.spool_archive(
+            source.save(),
+            folder,
+            where=source.name,
+            advance=lambda done_bytes: report.advance(done_bytes, total_bytes),
+        )
     if is_spooled(source):
         report.stage(f"decompress {source.path.name}")
     return stored.open_archive(
         source.path, folder, advance=report.advance, unpack_limit_bytes=unpack_limit_bytes
     )
-
-
-@contextlib.contextmanager
-def _spool_stream(
-    opening: AbstractContextManager[Iterator[bytes]],
-    folder: Path,
-    report: Reporter,
-    *,
-    name: str,
-    total_bytes: int | None = None,
-) -> Iterator[StoredImage]:
-    """Write a streamed archive to a temporary file in `folder`, and yield its image.
-
-    The file is removed after the block. `name` is the name of the image in messages. `total_bytes` is the
-    size of the stream for the progress display, or None if it is unknown.
-    """
-    path = folder / "spool.tar"
-    with opening as chunks:
-        image = stored.spool_archive(
-            chunks, path, where=name, advance=lambda done_bytes: report.advance(done_bytes, total_bytes)
-        )
-    yield image
-    path.unlink()
 
 
 @contextlib.contextmanager
@@ -535,13 +519,15 @@ def export_entries(
 
 
 def _get_reusable_header(member: Member) -> bytes:
-    """Return the header blocks of `member`, or ``b""`` if mksquashfs would misread them.
+    """Return the header blocks of `member`, or ``b""`` if they cannot be written again unchanged.
 
     If the result is empty, the caller makes new header blocks.
     """
     # mksquashfs 4.5.1 drops the leading "/" or "../" from the target of a symlink in a pax header.
-    is_misread = member.kind == SYMLINK and "linkpath" in member.pax
-    if is_misread or member.sparse is not None:
+    is_misread_link = member.kind == SYMLINK and "linkpath" in member.pax
+    # The header of a sparse file describes its parts, but its content is written with the holes filled.
+    is_sparse = member.sparse is not None
+    if is_misread_link or is_sparse:
         return b""
     # The extended blocks, such as a long name, come before the header that they describe.
     return member.extended + member.header
@@ -550,20 +536,24 @@ def _get_reusable_header(member: Member) -> bytes:
 def _is_made_by_engine(member: Member, is_recent: bool) -> bool:
     """Return whether the file comes from the engine and not from the image.
 
-    The engine's files are empty and have the mode 0755. `is_recent` is true if the file was created within
-    seconds of the container. A file of the image with the same name, but with another property, is kept.
+    A file of the image with the same name, but with another property, is kept. The engine creates
+
+    * ``.dockerenv``
+    * empty files with the mode 0755, such as ``etc/hosts`` (`_ENGINE_FILES`)
+    * the link ``etc/mtab`` to ``/proc/mounts``
+    * folders, such as ``dev/shm`` (`_ENGINE_FOLDERS`)
+
+    An image may have the same link and folders. They count as the engine's only if `is_recent` is true, that
+    is, if their time is within seconds of the time at which the container was created.
     """
     if member.name == _DOCKERENV:
         return True
     if member.name in _ENGINE_FILES:
-        # These two properties are enough to recognize the files, so `is_recent` does not matter here.
         is_empty_file = member.kind == REGULAR and member.size_bytes == 0
         return is_empty_file and member.mode & 0o777 == 0o755
-    if not is_recent:
-        return False
     if member.name == "etc/mtab":
-        return member.kind == SYMLINK and member.link == "/proc/mounts"
-    return member.name in _ENGINE_FOLDERS and member.kind == DIRECTORY
+        return is_recent and member.kind == SYMLINK and member.link == "/proc/mounts"
+    return is_recent and member.kind == DIRECTORY and member.name in _ENGINE_FOLDERS
 
 
 def with_added_files(
@@ -644,19 +634,13 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
     link or file, or if the image has a folder at the document's path.
     """
     collector = InventoryCollector()
-    existing_kinds = {}
-    for entry in entries:
-        remaining: ImageEntry | None = entry
-        if SPDX_PATH in entry.names and entry.kind != DIRECTORY:
-            # The image was made from a .sif of imgkit. The old list may lack packages installed since then.
-            remaining = entry.without_names((SPDX_PATH,))
-        if remaining is None:  # the document was its only name
-            continue
-        if remaining.name in ("opt", OWN_FOLDER, SPDX_PATH):
-            existing_kinds[remaining.name] = remaining.kind
-        # This also collects what the file says about installed packages. A content can be read only once, so
-        # the returned entry must be yielded, and not `remaining`.
-        yield copy_for_inventory(remaining, collector)
+    existing_kinds: dict[str, bytes] = {}  # the kinds of /opt, /opt/imgkit and the document, if they exist
+    for entry in _without_package_list(entries):
+        if entry.name in ("opt", OWN_FOLDER, SPDX_PATH):
+            existing_kinds[entry.name] = entry.kind
+        # This collects what a file says about installed packages. A content can be read only once, so the
+        # returned entry must be yielded, and not `entry`.
+        yield copy_for_inventory(entry, collector)
     # If /opt were a link, the document would be written to another folder, or nowhere.
     has_only_folders = set(existing_kinds.values()) <= {DIRECTORY}
     if SPDX_PATH in existing_kinds or not has_only_folders:
@@ -669,6 +653,21 @@ def with_package_list(entries: Iterator[ImageEntry], config: ImageConfig) -> Ite
     spdx_text = spdx.spdx_document(collector.inventory(arch=config.arch, created_s=created_s))
     document = ImageEntry(names=(SPDX_PATH,), kind=REGULAR, mode=0o644, mtime_s=created_s)
     yield document.with_content(spdx_text.encode())
+
+
+def _without_package_list(entries: Iterator[ImageEntry]) -> Iterator[ImageEntry]:
+    """Yield `entries` without the SPDX document of an image that was made from a .sif of imgkit.
+
+    This older list may lack packages that were installed since then. A folder at its path is kept.
+    """
+    for entry in entries:
+        if SPDX_PATH not in entry.names or entry.kind == DIRECTORY:
+            yield entry
+            continue
+        # The file may have other names (hard links), under which it is kept.
+        remaining = entry.without_names((SPDX_PATH,))
+        if remaining is not None:
+            yield remaining
 
 
 def copy_for_inventory(entry: ImageEntry, collector: InventoryCollector) -> ImageEntry:

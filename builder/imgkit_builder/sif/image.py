@@ -437,24 +437,27 @@ def record_text(record: ImgkitRecord) -> bytes:
 def parse_record(path: Path, raw: bytes) -> ImgkitRecord:
     """Parse the JSON of a record, which `record_text` wrote. `path` is for messages.
 
+    The JSON contains the fields of `ImgkitRecord`, the version of their schema, and a digest of all these.
+
     Raises
     ------
-    CheckFailed : the JSON is damaged, is not a record, or has the form of another version of imgkit.
+    CheckFailed : the JSON is damaged, is not a record, or has the schema of another version of imgkit.
     """
     try:
         values = json_text.parse(raw)
+        # Before the other checks, because another schema may have other keys. `except` does not catch it.
         if values["schema"] != RECORD_SCHEMA:
             raise CheckFailed(
                 f"its imgkit object has the form {values['schema']}, and this imgkit reads {RECORD_SCHEMA}",
                 where=str(path),
                 hint="convert the image again with this version: imgkit sif; or update imgkit",
             )
-        json_text.unseal(values)  # checks the digest of the values, and removes it
-        # The version of the form is not a field of `ImgkitRecord`, which is built from `values` below.
+        json_text.unseal(values)  # checks the digest, and removes it from `values`
         del values["schema"]
+        # `closed` makes a key an error that is not a field of the class.
         record: ImgkitRecord = json_text.build_value(ImgkitRecord, values, "it", closed=True)
         return record
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # no JSON, or other JSON
         raise CheckFailed(f"its imgkit object cannot be read: {error}", where=str(path)) from error
 
 

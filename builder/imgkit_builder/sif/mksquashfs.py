@@ -195,7 +195,20 @@ def _list_group_folders(root: Path) -> Iterator[Path]:
     The folders contain files with the limits. Every level may set a limit, so the folder
     ``/sys/fs/cgroup/slurm/job_1`` is followed by ``/sys/fs/cgroup/slurm``.
     """
-    mounts = root / "sys/fs/cgroup"
+    for mount, group in _find_groups(root):
+        for folder in (group, *group.parents):
+            if folder.is_dir():
+                yield folder
+            if folder == mount:  # the folders above it belong to no group
+                break
+
+
+def _find_groups(root: Path) -> Iterator[tuple[Path, Path]]:
+    """Yield the folders of this process's control groups, each as ``(top folder, folder of the group)``.
+
+    The top folder is the mount of the group's hierarchy: ``/sys/fs/cgroup`` in v2, and a folder named after
+    its controllers in v1, such as ``/sys/fs/cgroup/cpu,cpuacct``.
+    """
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         match = _GROUP.fullmatch(line)
         if match is None:
@@ -207,17 +220,13 @@ def _list_group_folders(root: Path) -> Iterator[Path]:
         has_limits = not {"cpu", "memory"}.isdisjoint(controllers.split(","))
         if not is_v2 and not has_limits:
             continue
-        mount = mounts / controllers
+        mount = root / "sys/fs/cgroup" / controllers  # an empty name adds no folder
         group = mount / match["path"].lstrip("/")
         # In a container, the path may lead out of the mounted part, as in "/../..". Then only the top folder
         # of the mount is visible.
         if ".." in group.parts:
             group = mount
-        for folder in (group, *group.parents):
-            if folder.is_dir():
-                yield folder
-            if folder == mount:
-                break
+        yield mount, group
 
 
 def _read_cpu_quota(folder: Path) -> float | None:

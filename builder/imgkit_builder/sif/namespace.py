@@ -20,16 +20,16 @@ These are half of all ids. If all ids were mapped, Apptainer would assume that i
 
 
 def main() -> None:
-    """Enter a new user namespace, and replace this process by the command in `sys.argv`."""
+    """Enter a new user namespace, and replace this process by the command in `sys.argv`.
+
+    Only a process outside the namespace may map more than one user into it. So a child, which stays outside,
+    maps the users when the namespace exists. The command starts when the child has ended.
+    """
     read_end, write_end = os.pipe()
     pid = os.getpid()
     if os.fork() == 0:
-        # Only a process outside the namespace may map more than one user. So this child stays outside, and
-        # waits for a byte that says that the namespace exists.
-        os.read(read_end, 1)
-        for name in ("uid_map", "gid_map"):
-            with open(f"/proc/{pid}/{name}", "w") as stream:  # noqa: PTH123 - as in supervisor.py
-                stream.write(ALL_USERS)
+        os.read(read_end, 1)  # wait for a byte that says that the namespace exists
+        map_users(pid)
         os._exit(0)
     # `os.unshare` exists only from Python 3.12 on.
     if ctypes.CDLL(None).unshare(CLONE_NEWUSER) != 0:
@@ -39,6 +39,13 @@ def main() -> None:
     if status != 0:
         sys.exit("imgkit: the kernel does not map users into a user namespace")
     os.execvp(sys.argv[1], sys.argv[1:])  # noqa: S606 - an argv list, no shell
+
+
+def map_users(pid: int) -> None:
+    """Give every user and group of the machine the same number in the user namespace of the process `pid`."""
+    for name in ("uid_map", "gid_map"):
+        with open(f"/proc/{pid}/{name}", "w") as stream:  # noqa: PTH123 - pathlib costs 10 ms of start-up
+            stream.write(ALL_USERS)
 
 
 if __name__ == "__main__":

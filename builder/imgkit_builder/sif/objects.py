@@ -87,14 +87,16 @@ def add_object(path: Path, new: NewObject) -> Descriptor:
     """
     with path.open("r+b") as stream:
         sif = image.parse(path, stream)
+        unused_id = _find_unused_id(sif)  # raises CheckFailed if the table is full
         descriptor = _make_descriptor(
-            new, new.size_bytes, id=_find_unused_id(sif), end=sif.end, time_s=sif.header.created_s
+            new, new.size_bytes, id=unused_id, end=sif.end, time_s=sif.header.created_s
         )
         # Bytes of a removed object may follow the last object. They must not end up in the padding. After
         # `truncate`, the system fills the gap before `offset` with zeros.
         stream.truncate(sif.end)
         stream.seek(descriptor.offset)
         stream.writelines(_chunks(new.data))
+        # In this order, a killed run leaves no descriptor without its object.
         _write_descriptor(stream, sif, descriptor.id, DESCRIPTOR.pack(*descriptor))
         _write_header(stream, sif.header, free=sif.header.free - 1, end=descriptor.end)
     return descriptor
@@ -172,8 +174,9 @@ def remove_objects(path: Path, ids: Collection[int]) -> None:
         removed = [descriptor for descriptor in sif.descriptors if descriptor.id in ids]
         remaining = [descriptor for descriptor in sif.descriptors if descriptor.id not in ids]
         end = max((descriptor.end for descriptor in remaining), default=sif.header.data_offset)
-        for descriptor in removed:  # an object after `end` is cut off below
-            # Zeros make the bytes independent of what was removed, and leave nothing to read for others.
+        for descriptor in removed:
+            # Zeros make the bytes independent of what was removed, and leave nothing to read for others. For
+            # an object after `end`, there is nothing to write: `truncate` cuts it off.
             _write_zeros(stream, descriptor.offset, min(descriptor.end, end))
             _write_descriptor(stream, sif, descriptor.id, bytes(DESCRIPTOR.size))
         stream.truncate(end)
@@ -181,7 +184,10 @@ def remove_objects(path: Path, ids: Collection[int]) -> None:
 
 
 def _write_zeros(stream: BinaryIO, start: int, end: int) -> None:
-    """Overwrite the bytes from `start` to `end` with zeros, in chunks, so that memory stays small."""
+    """Overwrite the bytes from `start` to `end` with zeros, in chunks, so that memory stays small.
+
+    If `end` is not after `start`, nothing is written.
+    """
     stream.seek(start)
     for position in range(start, end, files.CHUNK_BYTES):
         stream.write(bytes(min(files.CHUNK_BYTES, end - position)))
@@ -234,8 +240,9 @@ def make_metadata(config: ImageConfig) -> SifMetadata:
     CheckFailed : the .sif format has no code for the architecture of the image.
     """
     if config.arch not in image.ARCHS:
-        allowed = ", ".join(image.ARCHS[1:])
+        allowed = ", ".join(image.ARCHS[1:])  # the first one is "unknown"
         raise CheckFailed(f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {allowed}")
+    # All settings, also those for which `ImageConfig` has no field.
     settings = json_text.parse(config.raw).get("config") or {}
     # An engine adds empty values to the configuration that BuildKit wrote. Without empty values, an image
     # gives the same .sif whether it comes from an engine or from an archive.
@@ -270,21 +277,22 @@ def has_metadata(sif: image.SifImage, metadata: SifMetadata) -> bool:
 
     `metadata` contains the objects before the root partition, which is the squashfs with the image's files.
     A signature that was added later makes no difference. It changes two counts and the modification time in
-    the header, so these three fields are not compared.
+    the header, so these three fields are not compared. The content of the root partition is not compared
+    either, because the caller compares its digest.
     """
     if sif.root is None:
         return False
-    # `Sif.intact_record` compares the digest of the squashfs. Here only its size is needed.
-    descriptors = _make_descriptors(metadata, sif.root.size_bytes)
-    header = _make_header(metadata.arch, descriptors)
-    if _pack_fixed_fields(sif.header) != _pack_fixed_fields(header):
-        return False
+    expected_descriptors = _make_descriptors(metadata, sif.root.size_bytes)
+    expected_header = _make_header(metadata.arch, expected_descriptors)
     # Later objects, such as signatures, follow these descriptors and are not compared.
-    if _pack_table(sif.table[: len(descriptors)]) != _pack_table(descriptors):
+    descriptors = sif.table[: len(expected_descriptors)]
+    has_same_header = _pack_fixed_fields(sif.header) == _pack_fixed_fields(expected_header)
+    has_same_table = _pack_table(descriptors) == _pack_table(expected_descriptors)
+    if not has_same_header or not has_same_table:
         return False
-    # The last descriptor is that of the root partition, which is not compared here.
-    for new, descriptor in zip(metadata.objects, descriptors[:-1], strict=True):
-        if image.read_object(sif, descriptor) != new.data:
+    # The last descriptor is that of the root partition.
+    for expected, descriptor in zip(metadata.objects, descriptors[:-1], strict=True):
+        if image.read_object(sif, descriptor) != expected.data:
             return False
     return True
 
@@ -301,22 +309,21 @@ def _pack_fixed_fields(header: Header) -> bytes:
 def _make_descriptors(metadata: SifMetadata, root_bytes: int) -> list[Descriptor]:
     """Return the descriptors of a new .sif, to which imgkit's record has not been added yet.
 
-    The last descriptor is that of the root partition, whose size is `root_bytes`.
+    The last descriptor is that of the root partition, whose size is `root_bytes`. All times are 0, so that
+    the same content gives the same descriptors.
     """
-    # The objects follow each other without gaps. Only the partition is aligned, because the kernel mounts it
-    # from the file. `has_metadata` compares these descriptors with an existing file, so their time is fixed.
     descriptors: list[Descriptor] = []
     end = _DATA_OFFSET
     for id, new in enumerate(metadata.objects, 1):
         descriptor = _make_descriptor(new, new.size_bytes, id=id, end=end, time_s=0)
         descriptors.append(descriptor)
-        end = descriptor.end
+        end = descriptor.end  # the next object follows without a gap
     root = NewObject(
         datatype=DataType.PARTITION,
         name="root.sqfs",
-        data=b"",
+        data=b"",  # mksquashfs writes the partition
         extra=image.partition_extra(image.PartitionType.PRIMARY, metadata.arch),
-        align=PARTITION_ALIGN_BYTES,
+        align=PARTITION_ALIGN_BYTES,  # the kernel mounts the partition from the file
     )
     descriptors.append(_make_descriptor(root, root_bytes, id=len(descriptors) + 1, end=end, time_s=0))
     return descriptors

@@ -112,7 +112,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
         )
     # `absolute` does not resolve links: Apptainer may find its own files by the path that starts it.
     path = Path(programs[0]).absolute()
-    version_result = _ask(path, "--version")
+    version_result = _run_and_capture(path, "--version")
     output = version_result.output.strip()
     match = _FLAVOUR.match(output)
     if version_result.returncode != 0 or match is None:
@@ -125,7 +125,7 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             hint=module_hint or "choose another: --runtime-command COMMAND",
         )
     # Only some versions have these options. The help shows which ones.
-    build_help = _ask(path, "build", "--help").output
+    build_help = _run_and_capture(path, "build", "--help").output
     return RuntimeTool(
         path=path,
         flavour=match[1].lower(),
@@ -135,27 +135,6 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             disable_cache="--disable-cache" in build_help,
         ),
     )
-
-
-def setting(tool: RuntimeTool, name: str) -> str:
-    """Return the value of the setting `name`, such as ``mount proc``, in the runtime's configuration file.
-
-    Return ``""`` if the file or the setting is missing. The function reads the file because an ordinary user
-    is not allowed to run ``config global --get`` of a setuid runtime.
-    """
-    build_config = _ask(tool.path, "buildcfg").output
-    # "APPTAINER_CONF_FILE=/etc/apptainer/apptainer.conf"
-    match = re.search(r"^[A-Z]+_CONF_FILE=(.+)$", build_config, re.MULTILINE)
-    if match is None:  # a runtime without the command `buildcfg`
-        return ""
-    try:
-        config_text = files.read_text(Path(match[1]), errors="replace")
-    except OSError:
-        return ""
-    setting_values = re.findall(rf"^\s*{re.escape(name)}\s*=\s*(.*?)\s*$", config_text, re.MULTILINE)
-    if not setting_values:
-        return ""
-    return str(setting_values[-1])  # if the setting is repeated, the last line is valid
 
 
 def runtime_if_any(command: str | None) -> RuntimeTool | None:
@@ -175,10 +154,10 @@ def runtime_if_any(command: str | None) -> RuntimeTool | None:
 
 def attempt(tool: RuntimeTool, arguments: Sequence[str]) -> Finished:
     """Run the runtime with `arguments` and return the result, without an error if it fails."""
-    return _ask(tool.path, *arguments)
+    return _run_and_capture(tool.path, *arguments)
 
 
-def _ask(path: Path, *arguments: str) -> Finished:
+def _run_and_capture(path: Path, *arguments: str) -> Finished:
     """Run the program `path` with `arguments`, and return its exit code and its last 2000 lines of output."""
     lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     argv = (str(path), *arguments)
@@ -226,7 +205,7 @@ def run(
     # Messages quote the command as the user would type it, without the Python program around it.
     full_argv = argv
     if namespace:
-        full_argv = (sys.executable, "-I", "-S", "-c", _source("namespace.py"), *argv)
+        full_argv = (sys.executable, "-I", "-S", "-c", _read_source("namespace.py"), *argv)
     code = _stream_output(tool.path, full_argv, folder=folder or Path.cwd(), env=env or {}, on_line=keep_line)
     finished = Finished(argv=argv, returncode=code, output="".join(lines))
     if code != 0:
@@ -288,11 +267,11 @@ def _make_supervisor_argv(
     # spython decodes the output with this encoding, so the supervisor must write it with the same one.
     encoding = locale.getpreferredencoding(False)
     variables = [f"{name}={value}" for name, value in env.items()]
-    supervisor = [sys.executable, "-I", "-S", "-c", _source("supervisor.py")]
+    supervisor = [sys.executable, "-I", "-S", "-c", _read_source("supervisor.py")]
     return [*supervisor, str(pid_file), encoding, str(folder), *variables, "--", *argv]
 
 
-def _source(module: str) -> str:
+def _read_source(module: str) -> str:
     """Return the source code of the file `module` of this package, to be run as ``python -c SOURCE``."""
     return importlib.resources.files(__package__).joinpath(module).read_text(encoding="utf-8")
 
@@ -301,25 +280,33 @@ def _kill_group(pid_file: Path) -> None:
     """End the runtime and all processes that it has started, and wait until they are gone.
 
     All these processes are in one process group. The supervisor has written its number to `pid_file`. The
-    processes get SIGTERM, and after 3 s SIGKILL.
+    processes get SIGTERM, and after 3 s SIGKILL. Processes that still exist after another 3 s, because they
+    hang in the kernel, are left.
     """
     # The supervisor leads the group, so its pid is also the number of the group.
     try:
         group = int(pid_file.read_text())
-    except (OSError, ValueError):
-        return  # the supervisor has not started anything yet
+    except (OSError, ValueError):  # there is no file, or nothing in it yet
+        return  # the supervisor has not started anything
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         deadline = time.monotonic() + _END_GRACE_S
         while time.monotonic() < deadline:
-            with contextlib.suppress(ChildProcessError):
-                # A dead process stays a member of its group until its parent, this process, waits for it.
-                os.waitpid(group, os.WNOHANG)
-            try:
-                # The signal is sent repeatedly, since a process may start another before it gets the signal.
-                os.killpg(group, signal_number)
-            except ProcessLookupError:
+            # The signal is sent repeatedly, since a process may start another before it gets the signal.
+            if not _signal_group(group, signal_number):
                 return
             time.sleep(0.02)
+
+
+def _signal_group(group: int, signal_number: int) -> bool:
+    """Send a signal to the process group of a supervisor. Return False if the group has no process left."""
+    with contextlib.suppress(ChildProcessError):
+        # A dead process stays a member of its group until its parent, this process, waits for it.
+        os.waitpid(group, os.WNOHANG)
+    try:
+        os.killpg(group, signal_number)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def scratch_env(folder: Path) -> dict[str, str]:
@@ -343,38 +330,38 @@ def scratch_env(folder: Path) -> dict[str, str]:
 class Isolation:
     """How a program of an image is isolated from the home, /tmp, variables and processes of this machine."""
 
-    network: bool
+    has_network: bool
     """Whether the program shares this machine's network, because the runtime cannot disable it."""
 
     @property
     def options(self) -> tuple[str, ...]:
         """Options of ``exec`` and ``shell``."""
-        if self.network:
+        if self.has_network:
             return ("--containall", "--no-home")
         return ("--containall", "--no-home", "--net", "--network", "none")
 
     def description(self, program: str) -> str:
         """Return a line that tells the user which program of the image runs, and what it can access."""
         network = "no network"
-        if self.network:
+        if self.has_network:
             network = "with this machine's network, which the runtime cannot take away"
         return f"{program} runs in the image: no home folder, {network}"
 
 
-def isolation(tool: RuntimeTool) -> Isolation:
-    """Find out whether the runtime `tool` can start a container without a network for this user.
+def choose_isolation(tool: RuntimeTool) -> Isolation:
+    """Return an isolation without a network, or with this machine's network if `tool` cannot disable it.
 
     A setuid installation or the kernel may refuse to disable the network. To find out, the function starts an
     empty folder as a container. The folder has no programs, so the attempt always fails. The message mentions
     the network only if disabling it was refused.
     """
-    without_network = Isolation(network=False)
+    without_network = Isolation(has_network=False)
     with tempfile.TemporaryDirectory(prefix="imgkit-empty-") as empty:
         for name in ("dev", "proc", "sys", "tmp"):
             (Path(empty) / name).mkdir()
-        attempt = _ask(tool.path, "exec", *without_network.options, empty, "/nothing")
+        attempt = _run_and_capture(tool.path, "exec", *without_network.options, empty, "/nothing")
     is_refused = "network" in attempt.output.lower()
-    return Isolation(network=is_refused)
+    return Isolation(has_network=is_refused)
 
 
 def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tuple[str, ...]:
@@ -384,7 +371,7 @@ def exec_arguments(image: Path, argv: Sequence[str], isolated: Isolation) -> tup
 
 @contextlib.contextmanager
 def log_file(stem: str) -> Iterator[TextIO]:
-    """Open a new log file, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-TOKEN.log``.
+    """Open a new log file, ``$XDG_STATE_HOME/imgkit/sif/TIME-STEM-TOKEN.log``. TIME is the local time.
 
     If the home folder is not writable, the file is created in the folder for temporary files. Secrets in the
     log are masked.
@@ -396,6 +383,7 @@ def log_file(stem: str) -> Iterator[TextIO]:
         stream = files.create_file(folder / name)
     except (OSError, RuntimeError):  # RuntimeError: no home folder at all
         stream = files.create_file(Path(tempfile.gettempdir()) / name)
+    # `_Log` is a text file on top of the open file `stream`. Its `write` masks secrets.
     with stream, _Log(stream, encoding="utf-8", errors="replace") as log:
         yield log
 

@@ -54,8 +54,10 @@ def write_oci_folder(image: OpenImage, job: ConversionJob) -> OciLayout:
     return oci
 
 
-def build_arguments(tool: RuntimeTool, compression: Compression, part: Path, source: str) -> tuple[str, ...]:
-    """Return the arguments that make the runtime build the file `part`.
+def build_arguments(
+    tool: RuntimeTool, compression: Compression, new_file: Path, source: str
+) -> tuple[str, ...]:
+    """Return the arguments that make the runtime build the .sif `new_file`.
 
     `source` is the URI of an image, or the path of a definition file.
     """
@@ -65,7 +67,7 @@ def build_arguments(tool: RuntimeTool, compression: Compression, part: Path, sou
         # The runtime's cache would keep a second copy of every layer.
         arguments.append("--disable-cache")
     arguments += compression.runtime_options(mksquashfs.gather_limits())
-    return (*arguments, str(part), source)
+    return (*arguments, str(new_file), source)
 
 
 def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
@@ -77,7 +79,7 @@ def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
         the runtime may still exit with 0.
     """
     job.clock.stage(f"build with {tool}")
-    arguments = build_arguments(tool, job.compression, job.work.part, oci_address(name))
+    arguments = build_arguments(tool, job.compression, job.work.new_file, oci_address(name))
     build_output = job.run(*arguments)
     log_hint = f"the full log: {job.log.name}"
     if EMPTY_IMAGE in build_output:
@@ -85,7 +87,7 @@ def run_build(job: ConversionJob, tool: RuntimeTool, name: str) -> None:
             f"{tool} did not read the layers: it found no programs in the image ({EMPTY_IMAGE!r})",
             hint=f"another version of it, or install mksquashfs and use --writer imgkit; {log_hint}",
         )
-    if not job.work.part.exists():
+    if not job.work.new_file.exists():
         raise ToolFailed(f"{tool} succeeded but wrote no file", hint=log_hint)
 
 
@@ -136,7 +138,7 @@ def refuse_links(layers: Iterable[Path], where: str) -> None:
             raise _special_file_error(link, reason, where)
     # A device or FIFO stays in the image, but writing to it reaches the host or blocks.
     for path in _WRITTEN_FILES:
-        kind = tree.file_type(path)
+        kind = tree.find_file_type(path)
         if kind in _SPECIAL_FILES:
             file = SpecialFile(path, kind, target="")
             raise _special_file_error(file, "the runtime would write to it", where)

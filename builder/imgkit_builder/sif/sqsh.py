@@ -46,11 +46,11 @@ ENVIRONMENT = "etc/environment"
 """File with the variables of the image's configuration."""
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _SUBSTITUTION = re.compile(r"\$\{[A-Za-z_][A-Za-z0-9_]*\}")
-_RESERVED = "ENROOT_"
+_RESERVED_PREFIX = "ENROOT_"
 # enroot 4.1 removes one of these from each end of a value that begins and ends with them.
-_REMOVED_PAIRS = ("'", '"', "\\")
+_QUOTES = ("'", '"', "\\")
 # Without the first variable, enroot's hook silently mounts no GPU. Without the second, it mounts no CUDA.
-_GPUS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
+_GPU_DEFAULTS = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
 
 _RC = """\
 #!/bin/sh
@@ -58,7 +58,7 @@ _RC = """\
 mkdir -p {workdir} 2> /dev/null
 cd {workdir} || exit 1
 unset OLDPWD
-{restored}if [ -s /etc/rc.local ]; then
+{restore_quotes}if [ -s /etc/rc.local ]; then
     . /etc/rc.local
 fi
 if [ $# -eq 0 ]; then
@@ -79,9 +79,9 @@ def enroot_files(config: ImageConfig) -> tuple[ImageEntry, ...]:
     """
     created_s = creation_time_s(config.created)
     return (
-        text_file(ENVIRONMENT, _environment(config), created_s),
+        text_file(ENVIRONMENT, _render_environment(config), created_s),
         text_file("etc/fstab", "", created_s),
-        text_file("etc/rc", _start_script(config), created_s, mode=0o755),
+        text_file("etc/rc", _render_start_script(config), created_s, mode=0o755),
         text_file("etc/rc.local", "", created_s),
     )
 
@@ -122,13 +122,8 @@ def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) 
     ------
     CheckFailed : /etc is not a folder.
     """
-    devices: list[str] = []
-    for entry in entries:
-        if entry.name == "etc" and entry.kind != DIRECTORY:
-            raise CheckFailed(
-                "/etc of the image is not a folder, and enroot reads its files there on the host",
-                hint="make a .sif of it: imgkit sif IMAGE",
-            )
+    device_names: list[str] = []  # those outside /dev; an image has few of them or none
+    for entry in _refuse_etc_link(entries):
         # One file may have several names (hard links), of which only some are in /dev. The folder /dev itself
         # is kept, so that a runtime can mount the host's /dev on it.
         dev_names = [name for name in entry.names if name.startswith("dev/")]
@@ -136,17 +131,29 @@ def without_devices(entries: Iterator[ImageEntry], note: Callable[[str], None]) 
         if remaining is None:  # all its names are in /dev
             continue
         # A hard link comes after its file, so a device is already listed when a link to it comes.
-        is_link_to_device = remaining.kind == HARD_LINK and remaining.link in devices
+        is_link_to_device = remaining.kind == HARD_LINK and remaining.link in device_names
         if remaining.kind in (CHARACTER, BLOCK):
-            devices += remaining.names
+            device_names += remaining.names
         elif not is_link_to_device:
             yield remaining
-    if devices:
-        note(f"{len(devices)} devices outside /dev are left out, as /{devices[0]}: only root can unpack one")
+    if device_names:
+        count, example = len(device_names), device_names[0]
+        note(f"{count} devices outside /dev are left out, as /{example}: only root can unpack one")
+
+
+def _refuse_etc_link(entries: Iterator[ImageEntry]) -> Iterator[ImageEntry]:
+    """Yield `entries` unchanged. Raise CheckFailed if /etc is not a folder, but for example a link."""
+    for entry in entries:
+        if entry.name == "etc" and entry.kind != DIRECTORY:
+            raise CheckFailed(
+                "/etc of the image is not a folder, and enroot reads its files there on the host",
+                hint="make a .sif of it: imgkit sif IMAGE",
+            )
+        yield entry
 
 
 def _is_set_by_enroot(name: str) -> bool:
-    return _VARIABLE_NAME.fullmatch(name) is not None and not name.startswith(_RESERVED)
+    return _VARIABLE_NAME.fullmatch(name) is not None and not name.startswith(_RESERVED_PREFIX)
 
 
 def _select_variables(config: ImageConfig) -> dict[str, str]:
@@ -154,7 +161,7 @@ def _select_variables(config: ImageConfig) -> dict[str, str]:
     return {name: value or "" for name, value in config.env if _is_set_by_enroot(name)}
 
 
-def _environment(config: ImageConfig) -> str:
+def _render_environment(config: ImageConfig) -> str:
     """Return the content of /etc/environment, one ``NAME=VALUE`` on each line.
 
     Raises
@@ -163,7 +170,7 @@ def _environment(config: ImageConfig) -> str:
     """
     lines = []
     # The right side of `|` has priority: settings for GPUs in the image replace the defaults.
-    for name, value in (_GPUS | _select_variables(config)).items():
+    for name, value in (_GPU_DEFAULTS | _select_variables(config)).items():
         problem = _find_value_problem(value)
         if problem:
             raise UsageError(
@@ -172,8 +179,8 @@ def _environment(config: ImageConfig) -> str:
                 hint=f"change image.env.{name} of the recipe (or ENV of the image), or make a .sif of it",
             )
         # enroot and ch-run remove a pair of quotes around a value. So a value that begins with a quote gets
-        # a second pair.
-        if value.startswith(_REMOVED_PAIRS):
+        # another pair, even if its own quote is not closed: the new pair is removed in any case.
+        if value.startswith(_QUOTES):
             value = f"'{value}'"
         lines.append(f"{name}={value}\n")
     return "".join(lines)
@@ -203,16 +210,17 @@ def _find_text_problem(text: str) -> str:
 def _make_restoring_lines(config: ImageConfig) -> str:
     """Return the lines of the start script that restore quotes which enroot removes from values.
 
-    enroot removes quotes twice: first the pair that `_environment` adds, and then a pair that belongs to the
-    value. So the value ``'a'`` becomes ``a`` in the container, and a line of the script sets it to ``'a'``
-    again.
+    enroot removes quotes twice: first the pair that /etc/environment adds, and then a pair that belongs to
+    the value. So the value ``'a'`` becomes ``a`` in the container, and a line of the script sets it again::
+
+        [ "${NAME-}" != a ] || export NAME=''"'"'a'"'"''
     """
     lines = []
     for name, value in _select_variables(config).items():
+        # enroot removes any two of these characters, even different ones, with the white space after them.
         bare = value.rstrip()
-        has_pair = bare.startswith(_REMOVED_PAIRS) and bare.endswith(_REMOVED_PAIRS)
-        # A single character both begins and ends the value, but is no pair.
-        if has_pair and len(bare) > 1:
+        has_pair = len(bare) > 1 and bare.startswith(_QUOTES) and bare.endswith(_QUOTES)
+        if has_pair:
             value_in_container = shlex.quote(bare[1:-1])
             restore = f"export {name}={shlex.quote(value)}"
             # Only if the value still is as enroot left it: the user may have set another one.
@@ -220,8 +228,11 @@ def _make_restoring_lines(config: ImageConfig) -> str:
     return "".join(lines)
 
 
-def _start_script(config: ImageConfig) -> str:
+def _render_start_script(config: ImageConfig) -> str:
     """Return the content of /etc/rc, the script that starts the container.
+
+    The script changes to the WORKDIR, and runs ``set -- CMD`` if it has no arguments, and then
+    ``exec ENTRYPOINT "$@"``. Before, it restores the quotes of variables that enroot has removed.
 
     Raises
     ------
@@ -236,8 +247,8 @@ def _start_script(config: ImageConfig) -> str:
         image_id=config.image_id,
         workdir=shlex.quote(posixpath.join("/", config.workdir)),
         set_cmd=shlex.join(("set", "--", *cmd)),
-        exec_entrypoint=shlex.join(("exec", *config.entrypoint)),
-        restored=_make_restoring_lines(config),
+        exec_entrypoint=shlex.join(("exec", *config.entrypoint)),  # only "exec" without an ENTRYPOINT
+        restore_quotes=_make_restoring_lines(config),
     )
 
 
@@ -262,36 +273,39 @@ def _refuse_unwritable_commands(config: ImageConfig) -> None:
                 )
 
 
-# A line of sh that exports the variables in /etc/environment, as enroot reads it.
+# A command of sh that exports the variables in /etc/environment, as enroot reads it.
 _READ_VARIABLES = (
     f"if [ -r /{ENVIRONMENT} ]; then "
     'while IFS= read -r line || [ "$line" ]; do '
     "name=${line%%=*}; value=${line#*=}; "
-    f'case $name in "$line" | "" | [0-9]* | *[!A-Za-z0-9_]* | {_RESERVED}*) continue ;; esac; '
+    f'case $name in "$line" | "" | [0-9]* | *[!A-Za-z0-9_]* | {_RESERVED_PREFIX}*) continue ;; esac; '
     """case $value in [\\'\\"\\\\]*[\\'\\"\\\\]) value=${value#?}; value=${value%?} ;; esac; """
-    f'export "$name=$value"; done < /{ENVIRONMENT}; fi; '
+    f'export "$name=$value"; done < /{ENVIRONMENT}; fi'
 )
-# A line of sh that adds the folder with the libraries of --nv to the end of LD_LIBRARY_PATH.
-_ADD_LIBS = (
+# A command of sh that adds the folder with the libraries of --nv to the end of LD_LIBRARY_PATH.
+_ADD_GPU_LIBRARIES = (
     f"libs={runtime_files.LIBS}; "
     'if [ -d "$libs" ]; then case ":${LD_LIBRARY_PATH-}:" in *":$libs:"*) ;; '
-    '*) export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libs" ;; esac; fi; '
+    '*) export LD_LIBRARY_PATH="${LD_LIBRARY_PATH:+$LD_LIBRARY_PATH:}$libs" ;; esac; fi'
 )
 
 
-def environment_argv(first: str) -> tuple[str, ...]:
+def environment_argv(extra_command: str) -> tuple[str, ...]:
     """Return ``sh -c SCRIPT sh``, to put before a command that Singularity runs in a .sqsh.
 
     Singularity does not know where a .sqsh stores the image's variables. The script sets them, adds the GPU
-    libraries of ``--nv`` to the end of LD_LIBRARY_PATH, and then runs the command.
+    libraries of ``--nv`` to the end of LD_LIBRARY_PATH, and then runs the command, which is ``"$@"`` for it.
 
     Parameters
     ----------
-    first : a shell command to run after the variables are set and before the libraries are added. It may be
-        empty.
+    extra_command : a shell command to run after the variables are set and before the libraries are added. It
+        may be empty.
     """
-    separator = "; " if first else ""
-    return ("sh", "-c", f'{_READ_VARIABLES}{first}{separator}{_ADD_LIBS}exec "$@"', "sh")
+    commands = [_READ_VARIABLES]
+    if extra_command:
+        commands.append(extra_command)
+    commands += [_ADD_GPU_LIBRARIES, 'exec "$@"']
+    return ("sh", "-c", "; ".join(commands), "sh")
 
 
 _PADDING_BYTES = 1 << 20

@@ -59,14 +59,14 @@ _HARMLESS = re.compile(r"Unrecognised (tar )?xattr prefix ")
 
 _OFFSET = struct.Struct("<Q")
 _BLOCK_HEADER = struct.Struct("<H")
-# This bit is set in the header of a metadata block that is not compressed.
-_PLAIN = 0x8000
+# This bit is set in the header of a metadata block that is not compressed. The lower bits are its size.
+_UNCOMPRESSED_BIT = 0x8000
 # Size of an uncompressed metadata block, without its header.
 _METADATA_BYTES = 8192
 _LIST_HEADER = struct.Struct("<I8x")  # the number of names, and two numbers that are not needed
 _LIST_ENTRY = struct.Struct("<6xH")  # the length of the name that follows
 # The offset of a table that the squashfs does not have.
-_ABSENT = (1 << 64) - 1
+_NO_TABLE = (1 << 64) - 1
 # Position in the superblock of the time at which the squashfs was written.
 _MKFS_TIME_OFFSET = 8
 # The types of a folder's inode: basic and extended.
@@ -74,6 +74,10 @@ _FOLDER_TYPES = (1, 8)
 # Offsets in an inode, which begins with type, mode, uid and gid in two bytes each. uid and gid are positions
 # in the table of owners.
 _INODE_OWNERS, _INODE_TIME = 4, 8
+
+# Names in the temporary folder of a conversion with an old mksquashfs: its input, its output, and the file
+# after its option -pf.
+_TREE_NAME, _SQUASHFS_NAME, _PSEUDO_FILE_NAME = "tree", "root.sqfs", "owners"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,11 +289,11 @@ class OldMksquashfs(Squasher):
 
     def argv(self, target: SquashTarget) -> list[str]:
         """Return the command that packs the files in the folder ``tree``, with owners from a pseudo file."""
-        tree = target.folder / "tree"
-        output = target.folder / "root.sqfs"
-        owners = target.folder / "owners"
-        # The file after -pf sets owners and modes of the files in `tree`, and adds devices.
-        return [str(self.program), str(tree), str(output), "-pf", str(owners), *self._options(target)]
+        tree = target.folder / _TREE_NAME
+        squashfs = target.folder / _SQUASHFS_NAME
+        # The pseudo file sets owners and modes of the files in `tree`, and adds devices.
+        pseudo_file = target.folder / _PSEUDO_FILE_NAME
+        return [str(self.program), str(tree), str(squashfs), "-pf", str(pseudo_file), *self._options(target)]
 
     def write(self, entries: Iterator[ImageEntry], target: SquashTarget, job: ConversionJob) -> int:
         """Write the files to disk, pack them into a squashfs, and copy the squashfs into the target's file.
@@ -297,7 +301,7 @@ class OldMksquashfs(Squasher):
         An old mksquashfs cannot read a tar or write into the middle of a file. The result is the number of
         names, which the caller compares with the squashfs.
         """
-        tree = UnpackedTree(target.folder / "tree")
+        tree = UnpackedTree(target.folder / _TREE_NAME)
         name_count = 0
         for entry in entries:
             tree.add(entry)
@@ -305,19 +309,20 @@ class OldMksquashfs(Squasher):
         # After the last entry, because every new file changes the time of its folder.
         tree.finish(target.created_s)
         # The pseudo file: owners, permissions and devices, which an ordinary user cannot set on disk.
-        (target.folder / "owners").write_bytes(b"".join(tree.pseudo_file()))
+        (target.folder / _PSEUDO_FILE_NAME).write_bytes(b"".join(tree.pseudo_file()))
         for loss in tree.losses():
             job.clock.note(f"{loss} (mksquashfs 4.5 or later loses nothing)")
+        # The command reads the tree and the pseudo file, and writes a new file with the squashfs.
         argv = self.argv(target)
-        if not tree.attributes:
+        if not tree.stored_attribute_count:
             argv.append("-no-xattrs")
         job.log.write(f"$ {' '.join(argv)}\n")
         # An old mksquashfs prints a table of what it wrote to its standard output, which is ignored.
         with running(argv, job, only_errors=True):
-            pass
+            pass  # it gets no input; the end of the block waits until it has ended
         # The disk may not have space for the files, the squashfs and its copy at the same time.
         remove_tree(tree.root)
-        _copy_into_target(target.folder / "root.sqfs", target)
+        _copy_into_target(target.folder / _SQUASHFS_NAME, target)
         return name_count
 
 
@@ -347,15 +352,16 @@ class UnpackedTree:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.attributes = 0
-        """Number of extended attributes that were set on files."""
-        self._folder_times: dict[str, int] = {"": 0}
-        self._definitions: dict[str, str] = {}
+        self.stored_attribute_count = 0
+        """Number of extended attributes on the files that mksquashfs should store."""
+        self._lost_attribute_count = 0
+        self._folders: dict[str, int] = {"": 0}
+        """All folders that were created so far, with their times. The root folder has an empty name."""
+        self._pseudo_lines: dict[str, str] = {}
         """The line of each name in the pseudo file, without the name. A folder comes before its files.
 
         The lines are interned (equal texts share memory), because most files have the same owner and mode.
         """
-        self._lost_attributes = 0
         root.mkdir(mode=0o700)
         # A file system may set an attribute on every new file, as SELinux does. mksquashfs would store it.
         self._is_labelled = bool(_list_attributes(root))
@@ -399,9 +405,11 @@ class UnpackedTree:
         ToolFailed : the name has a line break.
         """
         folder, _, base_name = name.rpartition("/")
-        # `_folder_times` has only the folders that were created here, and no links.
-        is_inside = folder in self._folder_times and not name.startswith("/")
-        if not is_inside or base_name in ("", ".", "..") or name in self._folder_times:
+        # `_folders` has only the folders that were created here, and no links.
+        is_in_new_folder = folder in self._folders and not name.startswith("/")
+        is_plain_name = base_name not in ("", ".", "..")
+        is_folder_twice = name in self._folders  # for a file that comes twice, writing it will fail
+        if not is_in_new_folder or not is_plain_name or is_folder_twice:
             raise CheckFailed(f"{name!r} comes twice, or before its folder", where="the merged layers")
         if "\n" in name:
             raise ToolFailed(
@@ -415,11 +423,9 @@ class UnpackedTree:
         A device is not written, because an ordinary user cannot create devices. Its line in the pseudo file
         makes mksquashfs add the device.
         """
-        mode = entry.mode & 0o7777  # without the bits of the file type
+        # Interned, so that equal lines share one object, which saves memory.
+        self._pseudo_lines[entry.name] = sys.intern(_make_pseudo_line(entry))
         if entry.kind in _DEVICES:
-            major, minor = entry.device
-            device = f"{_DEVICES[entry.kind]} {mode:o} {entry.uid} {entry.gid} {major} {minor}"
-            self._definitions[entry.name] = sys.intern(device)  # equal lines share one object, to save memory
             return
         path = self._path(entry.name)
         _write_to_disk(entry, path)
@@ -430,10 +436,7 @@ class UnpackedTree:
         os.utime(path, (time_s, time_s), follow_symlinks=False)
         if entry.kind == DIRECTORY:
             # Later entries in the folder change its time. `finish` sets it again.
-            self._folder_times[entry.name] = time_s
-        if entry.kind == SYMLINK:
-            mode = 0o777  # Linux gives every symlink this mode
-        self._definitions[entry.name] = sys.intern(f"m {mode:o} {entry.uid} {entry.gid}")
+            self._folders[entry.name] = time_s
 
     def _link(self, name: str, target: str) -> None:
         """Make `name` a hard link to `target`, a file that must have been written before.
@@ -444,13 +447,14 @@ class UnpackedTree:
         ------
         CheckFailed : `target` is a folder or has not been written.
         """
-        definition = self._definitions.get(target)
-        if definition is None or target in self._folder_times:  # `_folder_times` has all folders
+        pseudo_line = self._pseudo_lines.get(target)  # every entry that was added has one
+        is_folder = target in self._folders
+        if pseudo_line is None or is_folder:
             raise CheckFailed(f"{name!r} is a hard link to {target!r}", where="the merged layers")
-        if not _is_device(definition):
+        if not _adds_device(pseudo_line):
             os.link(self._path(target), self._path(name), follow_symlinks=False)
         # mksquashfs stores each name of a symlink or FIFO as a file of its own, so each name needs a line.
-        self._definitions[name] = definition
+        self._pseudo_lines[name] = pseudo_line
 
     def _set_attributes(self, entry: ImageEntry, path: Path) -> None:
         """Set the extended attributes that this user may set, and count the others as lost.
@@ -458,36 +462,40 @@ class UnpackedTree:
         If the file system sets attributes on every file, as SELinux does, mksquashfs must not store any. Then
         all attributes count as lost.
         """
+        if self._is_labelled:
+            self._lost_attribute_count += len(entry.xattrs)
+            return
         for name, value in entry.xattrs.items():
             try:
                 os.setxattr(path, name, value, follow_symlinks=False)
-                is_kept = not self._is_labelled
             except (OSError, AttributeError):  # not allowed for this user; not Linux
-                is_kept = False
-            if is_kept:
-                self.attributes += 1
+                self._lost_attribute_count += 1
             else:
-                self._lost_attributes += 1
+                self.stored_attribute_count += 1
 
     def finish(self, created_s: int) -> None:
-        """Set the times of the folders at the end, because each new file changes its folder's time."""
-        self._folder_times[""] = created_s
-        for name, time_s in self._folder_times.items():
+        """Set the times of the folders at the end, because each new file changes its folder's time.
+
+        `created_s` is the time for the root folder, which has no entry.
+        """
+        self._folders[""] = created_s
+        for name, time_s in self._folders.items():
             os.utime(self._path(name), (time_s, time_s))
         # mksquashfs takes the mode of / from this folder, because the pseudo file has no line for it.
         self.root.chmod(0o755)
 
     def pseudo_file(self) -> Iterator[bytes]:
         """Yield the lines of the pseudo file."""
-        for name, definition in self._definitions.items():
+        for name, pseudo_line in self._pseudo_lines.items():
             escaped_name = _PSEUDO_SPECIAL.sub(rb"\\\g<0>", _encode_path(name))
-            yield escaped_name + f" {definition}\n".encode()
+            yield escaped_name + f" {pseudo_line}\n".encode()
 
     def losses(self) -> Iterator[str]:
         """Yield a sentence for the user on each property of the image that the squashfs cannot keep."""
-        if self._lost_attributes:
-            yield f"{self._lost_attributes} extended attributes are left out, which this user cannot set here"
-        device_count = sum(map(_is_device, self._definitions.values()))
+        count = self._lost_attribute_count
+        if count:
+            yield f"{count} extended attributes are left out, which this user cannot set here"
+        device_count = sum(map(_adds_device, self._pseudo_lines.values()))
         if device_count:
             yield f"{device_count} devices get the current time"
 
@@ -495,10 +503,24 @@ class UnpackedTree:
         return self.root / os.fsdecode(_encode_path(name))
 
 
+def _make_pseudo_line(entry: ImageEntry) -> str:
+    """Return the line of `entry` in the pseudo file, without its name.
+
+    ``m 644 0 0`` sets the mode and the owners of a file in the tree. ``c 666 0 0 1 3`` adds a device.
+    """
+    mode = entry.mode & 0o7777  # without the bits of the file type
+    if entry.kind in _DEVICES:
+        major, minor = entry.device
+        return f"{_DEVICES[entry.kind]} {mode:o} {entry.uid} {entry.gid} {major} {minor}"
+    if entry.kind == SYMLINK:
+        mode = 0o777  # Linux gives every symlink this mode
+    return f"m {mode:o} {entry.uid} {entry.gid}"
+
+
 def _write_to_disk(entry: ImageEntry, path: Path) -> None:
     """Create the file, folder, link or FIFO `path` with permissions for this user only.
 
-    The pseudo file sets the final permissions in the squashfs.
+    mksquashfs gets the final permissions from the pseudo file (`UnpackedTree.pseudo_file`).
 
     Raises
     ------
@@ -507,11 +529,13 @@ def _write_to_disk(entry: ImageEntry, path: Path) -> None:
     if entry.kind == REGULAR:
         # O_EXCL and O_NOFOLLOW make the call fail if `path` exists. So nothing is written through a link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        # TID251 forbids `os.open`, because it follows links without these flags.
         with os.fdopen(os.open(path, flags, 0o600), "wb") as stream:  # noqa: TID251 - see `flags`
             stream.writelines(entry.content)
     elif entry.kind == DIRECTORY:
         path.mkdir(mode=0o700)
     elif entry.kind == SYMLINK:
+        # The bytes as in the image. Python's encoding of paths may be another one than UTF-8.
         path.symlink_to(os.fsdecode(_encode_path(entry.link)))
     elif entry.kind == FIFO:
         os.mkfifo(path, 0o600)  # noqa: TID251 - a folder of this process
@@ -527,9 +551,9 @@ def _list_attributes(path: Path) -> list[str]:
         return []
 
 
-def _is_device(definition: str) -> bool:
+def _adds_device(pseudo_line: str) -> bool:
     """Return whether a line of a pseudo file creates a device. Other lines ("m ...") modify a file."""
-    return not definition.startswith("m")
+    return not pseudo_line.startswith("m")
 
 
 def _encode_path(text: str) -> bytes:
@@ -677,12 +701,14 @@ def _read_folder_table(stream: BinaryIO, offset: int) -> Iterator[bytes]:
 def _find_index_after_folders(superblock: Superblock) -> int:
     """Return the offset of the index that belongs to the table after the table of folders.
 
-    The first number in the index is the start of its table, which is the end of the table of folders. The
-    tables follow in the order fragments, exports, owners. A squashfs may lack the first two.
+    The tables follow in the order fragments, exports, owners. A squashfs may lack the first two. An index
+    lists the blocks of its table, so its first number is where the table begins, and the table of folders
+    ends. For these three tables, the superblock has the offset of the index. The format is described in
+    Documentation/filesystems/squashfs.rst of the kernel.
     """
     if superblock.fragments:
         return superblock.fragment_table
-    if superblock.export_table != _ABSENT:
+    if superblock.export_table != _NO_TABLE:
         return superblock.export_table
     return superblock.owner_table
 
@@ -701,9 +727,10 @@ def _read_metadata_block(stream: BinaryIO, position: int) -> bytes:
     ValueError : the block is compressed or cut short.
     """
     (header,) = _read_struct(stream, _BLOCK_HEADER, position)
-    size = header & (_PLAIN - 1)  # the size without the bit for uncompressed blocks
-    content = stream.read(size)
-    if not header & _PLAIN or len(content) < size:
+    is_compressed = not header & _UNCOMPRESSED_BIT
+    size = header & ~_UNCOMPRESSED_BIT
+    content = stream.read(size)  # `_read_struct` has left the stream after the header
+    if is_compressed or len(content) < size:
         raise ValueError("a compressed block, or cut short")
     return content
 
@@ -725,7 +752,7 @@ class _Inode:
     def is_folder(self) -> bool:
         """Return whether the inode is uncompressed and describes a folder."""
         (block_header,) = _read_struct(self.stream, _BLOCK_HEADER, self.first_block)
-        if not block_header & _PLAIN:
+        if not block_header & _UNCOMPRESSED_BIT:
             return False
         self.stream.seek(self._position(0))
         return self.stream.read(1)[0] in _FOLDER_TYPES
@@ -764,11 +791,7 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
         # mksquashfs 4.3 has no option -mkfs-time, so the time of the squashfs is set here.
         stream.seek(offset + _MKFS_TIME_OFFSET)
         stream.write(raw_time)
-        # The high bits are the offset of the block in the inode table. The low 16 bits are the offset of the
-        # inode in the block.
-        block_offset, start = divmod(superblock.root_inode, 1 << 16)
-        first_block = offset + superblock.inode_table + block_offset
-        root = _Inode(stream=stream, first_block=first_block, start=start)
+        root = _find_root_inode(stream, superblock, offset)
         # A squashfs of another program may have compressed inodes, in which nothing can be replaced.
         if not root.is_folder():
             return
@@ -776,6 +799,15 @@ def set_root(path: Path, mtime_s: int, *, offset: int) -> None:
         owner_index = _find_index_of_root(stream, superblock, offset)
         if owner_index is not None:
             root.write(_INODE_OWNERS, struct.pack("<HH", owner_index, owner_index))
+
+
+def _find_root_inode(stream: BinaryIO, superblock: Superblock, offset: int) -> _Inode:
+    """Return the inode of the root folder of the squashfs at byte `offset` of `stream`."""
+    # In `root_inode`, the high bits are the offset of a block in the inode table. The low 16 bits are the
+    # offset of the inode in the block.
+    block_offset, start = divmod(superblock.root_inode, 1 << 16)
+    first_block = offset + superblock.inode_table + block_offset
+    return _Inode(stream=stream, first_block=first_block, start=start)
 
 
 def _find_index_of_root(stream: BinaryIO, superblock: Superblock, offset: int) -> int | None:

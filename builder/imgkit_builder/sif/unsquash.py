@@ -128,13 +128,18 @@ class Squashfs:
 
 
 def _read_small_file(root: Path, name: str) -> bytes | None:
-    """Return the content of the regular file `name` below `root`, or None if it is missing or too large."""
+    """Return the content of the regular file `name` below `root`, or None if it is missing or too large.
+
+    `root` is a temporary folder with unpacked files. It must be an absolute path without links.
+    """
     path = root / name
     # A link in the image could lead to any file of this machine, such as a private key. So a path with a link
     # in it is not read.
-    if os.path.realpath(path) != f"{root}/{name}" or not path.is_file():
+    has_link = os.path.realpath(path) != f"{root}/{name}"
+    if has_link or not path.is_file():
         return None
-    path.chmod(0o600)  # an image has files that only root may read
+    # An image has files that only root may read. This is a copy of the file, which belongs to this user.
+    path.chmod(0o600)
     with files.open_regular(path) as stream:
         content = stream.read(MOST_BYTES + 1)
     if len(content) > MOST_BYTES:
@@ -212,5 +217,6 @@ def baked_facts(path: Path) -> BakedFacts:
     collector = BakedFactsCollector()
     for name, data in read(path, BAKED_FILES).items():
         collector.add(name, data)
+    facts = collector.facts(path="")  # the value of PATH is used only to find packages
     # The collector has seen no package, but the image may have some: None says "unknown", not "none".
-    return dataclasses.replace(collector.facts(""), distributions=None)
+    return dataclasses.replace(facts, distributions=None)

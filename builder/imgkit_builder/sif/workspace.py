@@ -1,6 +1,6 @@
-"""Create and remove the temporary files of a conversion: a folder, and a part file beside the target.
+"""Create and remove the temporary files of a conversion: a folder, and the new file beside the target.
 
-``kill -9`` leaves three things behind: the lock file and the part file beside the target, and the temporary
+``kill -9`` leaves three things behind: the lock file and the new file beside the target, and the temporary
 folder. The next run for the same target takes the lock. That proves that no other process uses the files, so
 the run removes them.
 """
@@ -47,8 +47,8 @@ class Workspace:
 
     folder: Path
     """Temporary folder, also for the runtime's own temporary files."""
-    part: Path
-    """File beside the target. It is renamed to the target at the end."""
+    new_file: Path
+    """File beside the target with a temporary name. It is renamed to the target at the end."""
 
 
 class _DiskNeed(NamedTuple):
@@ -97,7 +97,7 @@ def _find_tmp_in_environment() -> Path | None:
     return None
 
 
-def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path) -> None:
+def check_space(image_bytes: int, temporary_bytes: int, target: Path, temporary_base: Path) -> None:
     """Raise CheckFailed if there is too little disk space for a conversion.
 
     The check saves the user from a conversion that fails after minutes.
@@ -107,15 +107,15 @@ def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path
     image_bytes : size of the uncompressed image. The new file is estimated at a share of it, `PACKED_SHARE`.
     temporary_bytes : size of the temporary files.
     target : the file to be written.
-    base : the folder for temporary files, which may be on the same disk.
+    temporary_base : the folder for temporary files, which may be on the same disk.
     """
     packed_bytes = int(image_bytes * PACKED_SHARE)
-    if _is_on_one_disk(base, target):
+    if _is_on_one_disk(target, temporary_base):
         # The hint names both options. With only one of them, the next attempt would fail again.
-        needs = [_DiskNeed(base, temporary_bytes + packed_bytes, "--tmpdir DIR and -o FILE.sif")]
+        needs = [_DiskNeed(temporary_base, temporary_bytes + packed_bytes, "--tmpdir DIR and -o FILE.sif")]
     else:
         needs = [
-            _DiskNeed(base, temporary_bytes, "--tmpdir DIR"),
+            _DiskNeed(temporary_base, temporary_bytes, "--tmpdir DIR"),
             _DiskNeed(target.parent, packed_bytes, "-o FILE.sif"),
         ]
     unmet_needs = [need for need in needs if need.free_bytes < need.needed_bytes]
@@ -134,49 +134,52 @@ def check_space(image_bytes: int, temporary_bytes: int, target: Path, base: Path
     raise CheckFailed(message, where=str(first_need.folder), hint=f"{options} on a larger disk")
 
 
-def spare_bytes(image_bytes: int, disk_share: float, target: Path, base: Path) -> int:
-    """Return how many bytes remain free on the disk of `base` after a conversion has written all its files.
+def spare_bytes(image_bytes: int, disk_share: float, target: Path, temporary_base: Path) -> int:
+    """Return how many bytes remain free on the disk of `temporary_base` after a conversion.
 
-    The result is negative if the disk is too small.
+    The result is negative if the disk is too small for the files that the conversion writes.
 
     Parameters
     ----------
     image_bytes : size of the uncompressed image.
     disk_share : size of the temporary files per byte of the image.
-    target : the file to be written. Its size counts only if it is on the disk of `base`.
-    base : the folder for temporary files.
+    target : the file to be written. Its size counts only if it is on the disk of `temporary_base`.
+    temporary_base : the folder for temporary files.
     """
-    if _is_on_one_disk(base, target):
-        disk_share += PACKED_SHARE
-    return disk_usage(base).free - int(image_bytes * disk_share)
+    share = disk_share
+    if _is_on_one_disk(target, temporary_base):
+        share += PACKED_SHARE  # the estimated size of `target` per byte of the image
+    return disk_usage(temporary_base).free - int(image_bytes * share)
 
 
-def _is_on_one_disk(base: Path, target: Path) -> bool:
-    return base.stat().st_dev == target.parent.stat().st_dev
+def _is_on_one_disk(target: Path, temporary_base: Path) -> bool:
+    return target.parent.stat().st_dev == temporary_base.stat().st_dev
 
 
 @contextlib.contextmanager
-def workspace(target: Path, base: Path) -> Iterator[Workspace]:
-    """Yield temporary files for writing `target`, and remove them at the end of the block.
+def workspace(target: Path, temporary_base: Path) -> Iterator[Workspace]:
+    """Yield a new folder in `temporary_base`, and a path beside `target` for the new file.
 
-    During the block, the target is locked, so that no other run can write it. Before the block, files that a
-    killed run for the same target has left are removed.
+    Both are removed at the end of the block. During the block, the target is locked, so that no other run can
+    write it. Before the block, files that a killed run for the same target has left are removed.
 
     Raises
     ------
     UsageError : another process is writing `target`, or its folder is not writable.
-    ToolFailed : the block failed because the disk of the target or of `base` was full.
+    ToolFailed : the block failed because the disk of `target` or of `temporary_base` was full.
     """
-    part = files.temporary_name(target)
-    folder = base / f"{_folder_prefix(target)}{secrets.token_hex(4)}"
-    with _explain_full_disk(target, base), _locked(target, folder):
+    new_file = files.temporary_name(target)
+    folder = temporary_base / f"{_folder_prefix(target)}{secrets.token_hex(4)}"
+    # `_locked` writes the path of `folder` into the lock file, so that the next run can remove the folder if
+    # this one is killed.
+    with _explain_full_disk(target, temporary_base), _locked(target, folder):
         try:
             folder.mkdir(mode=0o700)
-            yield Workspace(folder=folder, part=part)
+            yield Workspace(folder=folder, new_file=new_file)
         finally:
-            # The folder must be removed even if the part file cannot be.
+            # The folder must be removed even if the new file cannot be.
             try:
-                part.unlink(missing_ok=True)
+                new_file.unlink(missing_ok=True)
             finally:
                 remove_tree(folder)
 
@@ -217,7 +220,7 @@ def _lock_path(target: Path) -> Path:
 
 
 @contextlib.contextmanager
-def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
+def _explain_full_disk(target: Path, temporary_base: Path) -> Iterator[None]:
     """Replace an error that a full disk causes in the block by one that names the disk and an option.
 
     The error may come from this process, or from mksquashfs or a runtime. Those two report a full disk in
@@ -228,23 +231,28 @@ def _explain_full_disk(target: Path, base: Path) -> Iterator[None]:
     except ToolFailed as error:
         if not NO_SPACE.search(f"{error.what} {error.hint}"):
             raise
-        raise _disk_full_error(target, base, error.what, error.hint or "") from error
+        raise _disk_full_error(target, temporary_base, error.what, error.hint or "") from error
     except OSError as error:
         if error.errno not in files.FULL:
             raise
-        raise _disk_full_error(target, base, error.strerror or "", "") from error
+        raise _disk_full_error(target, temporary_base, error.strerror or "", "") from error
 
 
-def _disk_full_error(target: Path, base: Path, message: str, details: str) -> ToolFailed:
+def _disk_full_error(target: Path, temporary_base: Path, message: str, details: str) -> ToolFailed:
     """Return the error that names the full disk, with the option that chooses another disk.
 
-    `message` is the error of the system or program. `details`, such as the last lines of the program, are
-    added to the hint.
+    Parameters
+    ----------
+    target, temporary_base : the file that was being written, and the folder for temporary files. One of their
+        disks is full.
+    message : the error of the system or program.
+    details : what else is added to the hint, such as the last lines of the program.
     """
-    folder = files.fullest_folder(target.parent, base)
-    if _is_on_one_disk(base, target):
-        option = "-o FILE, and --tmpdir DIR,"  # with one of them alone, the disk would be full again
-    elif folder == base:
+    folder = files.fullest_folder(target.parent, temporary_base)
+    if _is_on_one_disk(target, temporary_base):
+        # Both must move to another disk. If only one of them moved, the disk could be full again.
+        option = "-o FILE, and --tmpdir DIR,"
+    elif folder == temporary_base:
         option = "--tmpdir DIR"
     else:
         option = "-o FILE"
@@ -368,15 +376,23 @@ def _remove_stale_files(target: Path, holder: dict[str, Any]) -> None:
     content of the killed run's lock file. Another user may have written the lock file. So the folder in it is
     removed only if it belongs to this user and has a name that imgkit gives to its folders.
     """
+    # `_is_ours` tests the owner and the type of a file. It is false for a link, so no link is followed.
     for path in files.temporary_files(target):
         if _is_ours(path, stat.S_ISREG):
             path.unlink(missing_ok=True)
     folder = Path(str(holder.get("folder", "")))
-    # A folder of imgkit is named after the target, followed by a random token.
-    prefix = _folder_prefix(target)
-    is_named_by_imgkit = folder.name.startswith(prefix) and _TOKEN.fullmatch(folder.name, len(prefix))
-    if is_named_by_imgkit and _is_ours(folder, stat.S_ISDIR):
+    if _is_named_by_imgkit(folder, target) and _is_ours(folder, stat.S_ISDIR):
         remove_tree(folder)
+
+
+def _is_named_by_imgkit(folder: Path, target: Path) -> bool:
+    """Return whether `folder` has a name that `workspace` gives to its folder for `target`.
+
+    Such a name is a prefix for the target and 8 random digits: ``.imgkit-sif.1f2e3d4c5b6a.90abcdef``.
+    """
+    prefix = _folder_prefix(target)
+    token = folder.name.removeprefix(prefix)
+    return folder.name.startswith(prefix) and _TOKEN.fullmatch(token) is not None
 
 
 def _is_ours(path: Path, is_kind: Callable[[int], bool]) -> bool:

@@ -16,7 +16,7 @@ from imgkit_builder.image import smoke
 from imgkit_builder.packages import record
 from imgkit_builder.recipe import rules
 from imgkit_builder.sif import image as sif_image
-from imgkit_builder.sif.runtime import exec_arguments, find_runtime, isolation
+from imgkit_builder.sif.runtime import choose_isolation, exec_arguments, find_runtime
 from imgkit_builder.sif.sqsh import is_sqsh
 from imgkit_builder.workflow import baked
 from imgkit_builder.workflow.names import image_name
@@ -79,7 +79,7 @@ def _test_sif(path: Path, runtime: str | None, report: Reporter) -> tuple[Check,
     tool = find_runtime(runtime, module_hint=_module_hint(_read_target_if_any(path)))
     # Programs in the image must not see this machine's folders. They get no network if the runtime can
     # disable it.
-    isolated = isolation(tool)
+    isolated = choose_isolation(tool)
     report.note(isolated.description("python3"))
     return smoke.check_image(
         lambda argv: process.run([str(tool.path), *exec_arguments(path, argv, isolated)], check=False),
@@ -178,7 +178,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     bind_options: list[str] = []
     variables: list[str] = []
     if not host:
-        isolated = isolation(tool)
+        isolated = choose_isolation(tool)
         description = isolated.description("a shell")
         options += isolated.options
     if target is not None:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -303,6 +304,17 @@ def test_engine_image_without_mksquashfs_names_both_ways(tmp_path, monkeypatch):
     with refused(ToolMissing, hint="brew install squashfs") as caught:
         convert.list_commands(laptop_image, tmp_path / "x.sif", Options())
     assert "imgkit save IMAGE" in str(caught.value.hint)
+
+
+def test_listed_commands_can_be_pasted_into_a_shell(lab, tmp_path):
+    lab.install()
+    folder = tmp_path / "my images"
+    folder.mkdir()
+    lines = convert.list_commands(Archive(path=lab.archive), folder / "x.sif", Options(writer="runtime"))
+    commands = [shlex.split(line, comments=True) for line in lines]
+    assert ["cd", str(folder / ".imgkit-sif.TOKEN")] in commands
+    program, _, target = commands[-1]
+    assert (program, target) == ("mv", str(folder / "x.sif"))
 
 
 def test_image_of_an_engine_reaches_the_runtime_by_its_save_stream(lab, sample):

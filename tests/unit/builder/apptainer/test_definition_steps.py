@@ -55,7 +55,7 @@ def test_post_is_a_shell_script(text):
 
 def test_links_keep_odd_names(inside):
     links = {"it's a $x": "../to; rm", "b": "-f"}
-    subprocess.run(["sh"], input=definition.links_script(links), text=True, check=True)
+    subprocess.run(["sh"], input=definition.make_links_script(links), text=True, check=True)
     assert {name: str((inside / name).readlink()) for name in links} == links
 
 
@@ -63,7 +63,7 @@ def complete_manifest(folder: Path, stated: Manifest) -> Manifest:
     """Return the manifest after the first step has looked into this machine as the base."""
     file = folder / "manifest.json"
     file.write_text(manifest.to_json(stated))
-    argv = [sys.executable, "-I", "-B", "-c", definition.look_program()]
+    argv = [sys.executable, "-I", "-B", "-c", definition.make_inspection_program()]
     subprocess.run(argv, capture_output=True, check=True)
     return manifest.from_json(file.read_text())
 

@@ -50,12 +50,12 @@ def test_type_of_what_a_path_opens(path, kind):
         ("hard", HARD, "usr/file"),
         ("broken", LINK, "none/at/all"),
     ]
-    assert tree_of(layer).file_type(path) == kind
+    assert tree_of(layer).find_file_type(path) == kind
 
 
 def test_type_behind_a_circle_of_links_refused():
     with pytest.raises(CheckFailed, match="leads to itself"):
-        tree_of([("a", LINK, "b"), ("b", LINK, "a")]).file_type("a/x")
+        tree_of([("a", LINK, "b"), ("b", LINK, "a")]).find_file_type("a/x")
 
 
 @pytest.mark.parametrize(

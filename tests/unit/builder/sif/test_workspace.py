@@ -43,7 +43,7 @@ def test_missing_tmpdir_refused(tmp_path):
 def test_nothing_stays_after_failure(tmp_path):
     def fail() -> None:
         with workspace(tmp_path / "x.sif", tmp_path) as work:
-            work.part.write_text("half")
+            work.new_file.write_text("half")
             locked = work.folder / "a/locked"
             locked.mkdir(parents=True)
             (locked / "file").touch()
@@ -58,7 +58,7 @@ def test_nothing_stays_after_failure(tmp_path):
 def test_leftovers_of_the_same_target_go(tmp_path):
     target, target_beside = tmp_path / "x.sif", tmp_path / "y.sif"
     with workspace(target, tmp_path) as work:
-        folder, part = work.folder, work.part
+        folder, part = work.folder, work.new_file
     folder.mkdir()
     part.touch()
     of_others = [tmp_path / ".imgkit-01234567.y.sif.part", tmp_path / ".imgkit-mine.x.sif.part"]
