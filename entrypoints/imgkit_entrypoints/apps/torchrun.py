@@ -149,7 +149,7 @@ def _note_failed_workers(error: ChildFailedError, *, is_imgkits: bool) -> int:
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
     # The difference is the rank of this node's first worker.
     codes.update(_find_failed_forks(first_rank - first_failure.local_rank))
-    failures.write_exit_codes(os.environ, codes, is_imgkits=is_imgkits)
+    failures.write_exit_codes(os.environ, codes, runs_own_program=is_imgkits)
     if is_imgkits and first_failure.exitcode > 0:  # if a signal ended the worker, the exit code is negative
         return int(first_failure.exitcode)
     return EXIT_NO

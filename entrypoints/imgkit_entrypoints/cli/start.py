@@ -315,7 +315,7 @@ def make_plan(
         host=host,
         system=system,
         env=env,
-        is_imgkits=worker.is_imgkits,
+        is_own_program=worker.is_imgkits,
     )
     environment = host_leaks.clean_environment(
         env,
@@ -391,7 +391,7 @@ def _find_compile_cache(
     file = None
     if options.compile_cache:
         file = files.in_job_folder(Path(options.compile_cache), env).absolute()
-    return compile_cache.CompileCache(folder=folder, key=key, file=file)
+    return compile_cache.CompileCache(folder=folder, key=key, packed_file=file)
 
 
 def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mapping[str, str]) -> int:

@@ -33,9 +33,10 @@ from imgkit_entrypoints.launch import (
     guard,
     nccl,
     plan,
+    progress,
     stop_protocol,
 )
-from imgkit_entrypoints.launch.attempts import GOOD, Attempts
+from imgkit_entrypoints.launch.attempts import SUCCESS_CODES, Attempts
 from imgkit_entrypoints.launch.command_process import Deadline
 from imgkit_entrypoints.launch.node_attempt import NodeAttempt, NodeConfig, NodeContext
 from imgkit_entrypoints.launch.preflight.run import PreflightConfig, run_preflight
@@ -149,7 +150,9 @@ class NodeAgent:
         CheckFailed : the preflight found more outliers (slow or broken nodes) than the run can do without.
         """
         stop_dir = self.config.command.env.get("IMGKIT_STOP_DIR", "")
-        code = EXIT_NO  # for the result file, if an unexpected error ends the run
+        exit_code = EXIT_NO  # 1: the result file contains it if an unexpected error ends the run
+        # Attempts add the folders that they make, such as Ray's, to `folders`. They are removed at the end of
+        # this block.
         with (
             self._stop_signals.collect(),
             stop_protocol.use_stop_folder(stop_dir, self.config.placement.node_rank) as stop_folder,
@@ -161,14 +164,14 @@ class NodeAgent:
                 # in the roll call.
                 if self._run_folder:
                     self._run_folder.refuse_if_stopped()
-                code = self._run_states(stop_folder, folders)
+                exit_code = self._run_states(stop_folder, folders)
             except ImgkitError as error:
-                code = error.exit_code
+                exit_code = error.exit_code
                 raise
             finally:
                 # The job script takes this file as the end of the run, so it is written last.
-                self._files.write_result(code)
-        return code
+                self._files.write_result(exit_code)
+        return exit_code
 
     def _run_states(self, stop_folder: Path, folders: ExitStack) -> int:
         """Run one state after another until the run is over, and return the exit code of this process.
@@ -182,33 +185,34 @@ class NodeAgent:
             state: State | None = self._meet_nodes(stop_folder, folders)
             while state:
                 state = state()
-            code = self._run_code()
-            if code not in GOOD:
-                failure_lines = self._describe_failure()
-            code = self._choose_exit_code(code)
+            run_code = self._find_run_code()
+            if run_code not in SUCCESS_CODES:
+                failure_lines = self._explain_failure()
+            exit_code = self._finish_run(run_code)
         except NoPlan:
             # A signal during the roll call or the preflight raises NoPlan as well. The signal is then no
             # failure to report, and the exit code is 128 plus its number, as in a shell.
             if not self._stop_signals.received:
                 raise
-            code = 128 + self._stop_signals.received[0]
+            exit_code = 128 + self._stop_signals.received[0]
         finally:
             self._close()
         # Printed after the summary in `_close`, so that the error is the last thing that the user sees.
         if failure_lines:
             self.log(*failure_lines)
-        return code
+        return exit_code
 
     def _close(self) -> None:
         """End all processes of this node and its connections. On the head, print the summary of the run."""
         self._gpu_monitor.close()
         if self._latest_attempt:
             self._latest_attempt.close()
-        if self._context is None:  # the roll call has failed
+        if self._context is None:  # the nodes have not met, so there are no connections and no run
             return
-        self.session.close()
-        if isinstance(self.session, HeadSession):
-            self._log_summary(self.session)
+        session = self._context.session
+        session.close()
+        if isinstance(session, HeadSession):
+            self._log_summary(session)
 
     def _log_summary(self, session: HeadSession) -> None:
         """Print one line about how the run spent its time, and how much it used its GPUs.
@@ -381,16 +385,19 @@ class NodeAgent:
             return None
         # This comes before the new attempt, which replaces `_latest_attempt` and its failure.
         if order.attempt > 1:
-            lines = self._describe_failure(of_previous=True)
-            if lines:
-                self.log(*lines)
-        if order.node_rank is not None:
-            return self._start_attempt(order, order.node_rank)
+            self._log_previous_failure()
+        if order.node_rank is None:  # this node is a spare in the new attempt
+            return self._start
+        return self._start_attempt(order, order.node_rank)
+
+    def _log_previous_failure(self) -> None:
+        """Print why the previous attempt has failed, if that is known and was not printed before."""
+        lines = self._explain_failure(of_previous=True)
+        if lines:
+            self.log(*lines)
+        # A spare keeps `_latest_attempt` during later attempts, and must not print its failure again.
         if self._latest_attempt:
-            # The failure was printed above. This node does not take part in the next attempt, so it must not
-            # print the failure again.
             self._latest_attempt.failure = None
-        return self._start
 
     def _wait_for_attempt(self) -> AttemptStart | None:
         """Wait until the head orders an attempt, and return the order.
@@ -449,26 +456,24 @@ class NodeAgent:
         attempt = self._latest_attempt = NodeAttempt(self.context, order, node_rank)
         if self.stop:  # the stop request arrived before this node received the order
             attempt.request_stop(self.stop.reason)
-        # This removes the notes of the previous attempt, so it must come before the start of the workers.
-        first_attempt_s = self._step_timer.start_attempt(self.context.stop_folder)
+        progress.remove_notes(self.context.stop_folder)  # before the workers of this attempt write theirs
+        self._step_timer.start_attempt()
         if order.attempt <= self._head_orders.cancelled_attempt:
             return self._report_end
-        start_up = self._start_up
-        # `start_up` measures the parts of the start for the workers. The steps before torchrun, such as the
+        # The workers learn how long each part of the start has taken. The parts before torchrun, such as the
         # roll call, happen only once, so the start of a later attempt is measured from now.
         if order.attempt > 1:
-            start_up = StartUp(time.monotonic())
-        attempt.start(start_up.variables(first_attempt_s))
-        if order.attempt > 1 and self._head_decisions:
-            self._log_restart(self._head_decisions.failed_at)
+            self._start_up = StartUp(time.monotonic())
+        attempt.start(self._start_up.variables(self._step_timer.first_attempt_start_s))
+        if order.attempt > 1:
+            self._log_restart()
         return self._stop if self.stop else self._watch
 
-    def _log_restart(self, failed_at: float) -> None:
-        """Print how long after the last failure the command starts again.
-
-        `failed_at` is the time of the failure on the monotonic clock.
-        """
-        waited_s = time.monotonic() - failed_at
+    def _log_restart(self) -> None:
+        """Print on the head (the node with rank 0) how long after the failure the command starts again."""
+        if self._head_decisions is None:
+            return
+        waited_s = time.monotonic() - self._head_decisions.failed_at
         program = "the command" if self.config.command.is_per_node else "torchrun"
         self.log(f"{program} starts again {waited_s:.1f} s after the failure was noticed")
 
@@ -507,14 +512,21 @@ class NodeAgent:
             return False
         self._handle_events()
         attempt.check_workers()
-        # The head's torchrun serves the store that the other nodes use, so it must exit last.
-        if self._head_decisions and self._head_decisions.have_others_ended():
-            stop_protocol.release_torchrun(self.context.stop_folder)
+        self._release_torchrun_when_last()
         self._report_lost_output()
+        # In its first seconds, the program only imports its libraries. Further calls of `start` do nothing.
         if time.time() - attempt.began_at >= gpu_use.START_AFTER_S:
             self._gpu_monitor.start()
         self._report_gpu_use()
         return True
+
+    def _release_torchrun_when_last(self) -> None:
+        """On the head, let torchrun exit once the attempt is over on all other nodes.
+
+        The head's torchrun serves the store that the other nodes use, so it must exit last.
+        """
+        if self._head_decisions and self._head_decisions.have_others_ended():
+            stop_protocol.release_torchrun(self.context.stop_folder)
 
     def _report_gpu_use(self) -> None:
         """Report new readings of this node's GPUs; the head writes the use of all nodes once a minute."""
@@ -543,11 +555,12 @@ class NodeAgent:
         attempt = self._get_attempt()
         has_run = attempt.is_running  # False if the head has cancelled the attempt before its start
         if has_run:
-            self._finish_attempt(attempt)
+            self._finish_attempt(attempt)  # this sets `attempt.code`
         self._step_timer.end_attempt(self.context.stop_folder)
         self.session.positions = None  # heartbeats must no longer contain the positions of ended workers
-        # The other nodes must not take the head for lost while it runs this function.
-        if has_run and attempt.code in GOOD and self.config.is_head and self.config.on_success:
+        has_succeeded = has_run and attempt.code in SUCCESS_CODES
+        # `on_success` is a function of the run, such as one that packs compiled code. It may take seconds.
+        if has_succeeded and self.config.is_head and self.config.on_success:
             self._run_while_connected(self.config.on_success)
         self.session.report(attempt.report())
         return self._start
@@ -577,29 +590,44 @@ class NodeAgent:
             self._wait(self._stop_signals)
             self._handle_events()
 
-    def _describe_failure(self, *, of_previous: bool = False) -> tuple[str, ...]:
+    def _explain_failure(self, *, of_previous: bool = False) -> tuple[str, ...]:
         """Return the lines about a failed run that are printed last, so that the user sees them first.
 
-        The head (the node with rank 0) describes the failure that came first on any node. Every other node
-        prints one line about its own worker. Return () if no failure is known. With `of_previous`, the lines
-        are about the previous attempt.
+        The head (the node with rank 0) describes the failure that came first on any node. It also prints
+        known explanations of that failure, before this method returns. Every other node describes only the
+        failure of its own worker. Return () if no failure is known.
+
+        Parameters
+        ----------
+        of_previous : True if the head has already ordered the next attempt, so that the failure belongs to
+            the attempt before it.
         """
         attempt, memory = self._latest_attempt, self.config.command.memory
         # The ranks of a stalled start failed because the agent ended them, so their errors say nothing.
         if attempt and attempt.stall_reason:
             return (attempt.stall_reason,)
-        if isinstance(self.session, HeadSession):
-            return failures.describe_run_failure(
-                self.session, self.log, memory=memory, of_previous=of_previous
-            )
+        if not isinstance(self.session, HeadSession):
+            return self._describe_own_failure()
+        reports = self.session.previous_failures if of_previous else self.session.failures
+        for explanation in failures.explain_run_failure(self.session, reports, memory=memory):
+            self.log(*explanation.lines)
+        return failures.describe_run_failure(self.session, reports, memory=memory)
+
+    def _describe_own_failure(self) -> tuple[str, ...]:
+        """Return the lines about the worker of this node that failed first in its latest attempt.
+
+        Usually, this is one line, because the head prints more about the failure that came first. Return ()
+        if no worker has failed.
+        """
+        attempt = self._latest_attempt
         if attempt is None or attempt.failure is None:
             return ()
         name = self.context.node_name
         if self._head_orders.is_head_lost:  # the head cannot describe the failure any more
-            return failures.describe_failure(attempt.failure, name, memory=memory)
+            return failures.describe_failure(attempt.failure, name, memory=self.config.command.memory)
         return (failures.summarize_failure(attempt.failure, name),)
 
-    def _run_code(self) -> int:
+    def _find_run_code(self) -> int:
         """Return the exit code of the run, as the head (the node with rank 0) has announced it.
 
         If the head has not announced a code, for example because a signal came first, return the code of this
@@ -617,18 +645,18 @@ class NodeAgent:
             return 128 + self._stop_signals.received[0]
         return node_code
 
-    def _choose_exit_code(self, run_code: int) -> int:
-        """Return the exit code of this process, which may differ from the exit code of the run.
+    def _finish_run(self, run_code: int) -> int:
+        """Ask the job script to requeue a run that has saved its state. Return the exit code of this process.
 
-        If the run has saved its state, also ask the job script to requeue the job. If the run has succeeded
-        but its output could not be printed, return 1, because the user has not seen everything.
+        It may differ from the exit code of the run: if the run has succeeded but its output could not be
+        printed, it is 1, because the user has not seen everything.
         """
-        code = run_code
+        exit_code = run_code
         if run_code == EXIT_SAVED:
-            code = self._request_requeue()
-        if code == 0 and self._is_output_lost:
+            exit_code = self._request_requeue()
+        if exit_code == 0 and self._is_output_lost:
             return EXIT_NO
-        return code
+        return exit_code
 
     def _request_requeue(self) -> int:
         """Ask the job script to requeue a run that has saved its state, and return the exit code.
@@ -645,7 +673,7 @@ class NodeAgent:
 
         Return after `TICK_S` seconds at the latest, and never later than the current deadline.
         """
-        left_s = max(0.0, self._deadline.at - time.monotonic())
+        left_s = max(0.0, self._deadline.next_step_at - time.monotonic())
         self.session.wait(sources, min(TICK_S, left_s))
         self._stop_signals.drain()
 
@@ -721,13 +749,14 @@ class NodeAgent:
     def request_stop(self, request: StopRequest) -> None:
         """Ask the program to save its state and end.
 
-        If a stop has been requested before, a second request can only change whether the job is requeued.
+        If a stop has been requested before, the program already knows. A second request can then only change
+        whether the job is requeued.
         """
-        previous = self.stop
-        if not request.takes_precedence(previous):
+        is_first = self.stop is None
+        if not request.takes_precedence(self.stop):
             return
-        self.stop = request
-        if previous is not None:
+        self.stop = request  # at the end of the run, `_request_requeue` decides by it
+        if not is_first:
             self.log(f"{request.reason}: the run ends for good")
         elif self.running_attempt:
             self.running_attempt.request_stop(request.reason)

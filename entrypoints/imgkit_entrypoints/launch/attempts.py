@@ -23,7 +23,7 @@ from imgkit_entrypoints.rollcall.session import HeadSession
 from imgkit_entrypoints.schedulers.placement import Size
 
 # Exit codes of a node that has done its part of an attempt: its command succeeded, or has saved its state.
-GOOD = (0, EXIT_SAVED)
+SUCCESS_CODES = (0, EXIT_SAVED)
 # Number of the head among the nodes.
 HEAD = 0
 # Largest number of nodes that a message names. It only counts the other nodes.
@@ -189,14 +189,17 @@ class Attempts:
         if self._is_over or not self._ranks:  # without ranks, no attempt has started yet
             return
         has_new_losses = len(self._session.lost) != len(self._logged_losses)
-        if not self._session.reports and not has_new_losses and self._failure is None:
-            return  # nothing has changed, and the following checks take time for each node
+        has_news = self._session.reports or has_new_losses or self._failure
+        if not has_news:  # the following checks take time for each node
+            return
         self._log_losses()
         results = self._collect_results()
-        if self._is_per_node and results.codes.get(HEAD) in GOOD:
+        head_has_succeeded = results.codes.get(HEAD) in SUCCESS_CODES
+        if self._is_per_node and head_has_succeeded:
             self._end_after_head(results)
         else:
-            self._handle_failure(results, stopped=stopped)  # this may set `_failure`, which is read below
+            self._update_failure(results)
+            self._cancel_if_cause_known(results, stopped=stopped)
         # Wait until the attempt is over on every node, since its workers would disturb the next attempt.
         if results.ended_nodes != self._ranks.keys():
             return
@@ -216,47 +219,56 @@ class Attempts:
         for node_number, report in self._session.reports.items():  # in the order in which they arrived
             if node_number in self._ranks:
                 codes[node_number] = report.code
-                if report.code not in GOOD:
+                if report.code not in SUCCESS_CODES:
                     failed[node_number] = report.code
-        lost = {node_number for node_number in self._session.lost if node_number in self._ranks}
+        lost = self._session.lost.keys() & self._ranks.keys()
         succeeded = codes.keys() - failed.keys()
         return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
 
-    def _handle_failure(self, results: _AttemptResults, *, stopped: bool) -> None:
-        """Record the first failure of the attempt. Once its cause is known, end the attempt on all nodes.
+    def _update_failure(self, results: _AttemptResults) -> None:
+        """Record the first failure of the attempt in `_failure`, if a node has failed or was lost.
+
+        With ``--per-node``, the exit code of the run is that of the head's command. So the code of the
+        failure changes if the head's command fails later, but not once the head has ended the attempt itself.
+        """
+        if self._failure is None and (results.lost or results.failed):
+            self.failed_at = time.monotonic()
+            self._failure = self._make_first_failure(results, self.failed_at)
+        if self._failure is None or self._is_cancelled:
+            return
+        if self._is_per_node and HEAD in results.failed:
+            self._failure = dataclasses.replace(self._failure, code=results.failed[HEAD])
+
+    def _cancel_if_cause_known(self, results: _AttemptResults, *, stopped: bool) -> None:
+        """End a failed attempt on all nodes, once it is known why it has failed.
 
         After a stop request, a failed worker does not end the attempt, because the other nodes may still
         save. A lost node does end it: without that node, no other node can save.
-
-        `check` calls this method about once a second. `results` contains the reports that have arrived until
-        now.
         """
-        if self._failure is None and (results.lost or results.failed):
-            # `_make_first_failure` and `_is_cause_known` read `failed_at`, so it is set first.
-            self.failed_at = time.monotonic()
-            self._failure = self._make_first_failure(results)
         # Once cancelled, the nodes have the order to end. It must not be sent again in each call.
         if self._failure is None or self._is_cancelled:
             return
-        # With --per-node, the exit code of the run is that of the head's command.
-        if self._is_per_node and HEAD in results.failed:
-            self._failure = dataclasses.replace(self._failure, code=results.failed[HEAD])
         if results.lost or (not stopped and self._is_cause_known(results.failed)):
             self._is_cancelled = True
             self._session.send_all(EndAttempt(attempt=self._number, reason=self._failure.cause))
 
-    def _make_first_failure(self, results: _AttemptResults) -> FailedAttempt:
-        """Return the failure that the head has just noticed.
+    def _make_first_failure(self, results: _AttemptResults, failed_at: float) -> FailedAttempt:
+        """Return the failure that the head has just noticed, at the time `failed_at` of the monotonic clock.
 
         The result contains the cause, such as a lost node, and the position of the furthest worker. Its exit
         code becomes that of the run if no further attempt starts.
         """
-        positions = self._session.run_positions  # of the slowest and the furthest worker
+        furthest = None
+        if self._session.run_positions:
+            _, furthest = self._session.run_positions  # of the slowest and the furthest worker
+        code = EXIT_TOOL_FAILED
+        if not results.lost:  # then at least one node has failed, and the first failure comes first
+            code = next(iter(results.failed.values()))
         return FailedAttempt(
-            cause=self._tell_cause(results),
-            position=positions[1] if positions else None,
-            after_s=self.failed_at - self._started_at,
-            code=EXIT_TOOL_FAILED if results.lost else next(iter(results.failed.values())),
+            cause=self._describe_cause(results),
+            position=furthest,
+            after_s=failed_at - self._started_at,
+            code=code,
         )
 
     def _end_after_head(self, results: _AttemptResults) -> None:
@@ -268,8 +280,10 @@ class Attempts:
         if self._is_cancelled:  # the nodes already have the order to end, for this reason or after a failure
             return
         if results.lost or results.failed:
-            self._log(f"{self._tell_cause(results)}; the head's command has succeeded, and its code counts")
-        self._failure, self._is_cancelled = None, True
+            cause = self._describe_cause(results)
+            self._log(f"{cause}; the head's command has succeeded, and its code counts")
+        self._failure = None  # so that `check` ends the run as a success once all nodes have ended
+        self._is_cancelled = True
         self._session.send_all(EndAttempt(attempt=self._number, reason="the head's command has ended"))
 
     def have_others_ended(self) -> bool:
@@ -285,15 +299,15 @@ class Attempts:
     ) -> None:
         """Record a failed attempt that is over on all nodes.
 
-        Afterwards, start another attempt. If a stop of the run was requested, end the run instead. `failure`
-        is the first failure of the attempt.
+        Afterwards, start another attempt, or end the run if a further attempt cannot succeed. If a stop of
+        the run was requested, always end the run. `failure` is the first failure of the attempt.
         """
         cause = failure.cause
         # If a node was lost in the meantime, its loss explains why workers of other nodes have failed.
         if results.lost:
-            cause = self._tell_cause(dataclasses.replace(results, failed={}))
-        # A position says how far a worker has come. `_find_end_reason` compares the steps of two failures, so
-        # the furthest position of all nodes counts. Some nodes report theirs only at the end.
+            cause = self._describe_cause(results)
+        # A position says how far a worker has come. `failure` has the furthest one at the time of the
+        # failure. Some nodes report theirs only at the end of the attempt.
         positions = [failure.position]
         positions += [self._session.reports[number].position for number in results.codes]
         furthest = max((position for position in positions if position is not None), default=None)
@@ -311,11 +325,12 @@ class Attempts:
         """
         if EXIT_SAVED in results.codes.values():
             return EXIT_SAVED
+        # After a loss, the head has ended the other nodes by force, so their codes only result from that.
         if results.lost:
             return failure.code
         if self._is_per_node:
             return results.codes[HEAD]
-        # Nodes that have succeeded report 0, so the maximum is the code of a failed node.
+        # A code is from 0 to 255, and 0 means success. So the maximum is the code of a failed node.
         return max(results.codes.values())
 
     def _end_successful_run(self, codes: Mapping[int, int]) -> None:
@@ -367,8 +382,8 @@ class Attempts:
             role = "" if number in self._ranks else ", a spare"
             self._log(f"lost {self._session.node_name(number)}{role}: {self._session.lost[number]}")
 
-    def _tell_cause(self, results: _AttemptResults) -> str:
-        """Return the text about the lost and failed nodes of `results`, from `describe_cause`."""
+    def _describe_cause(self, results: _AttemptResults) -> str:
+        """Return a text about the lost nodes of `results`, or about the first failed node if none is lost."""
         name, reasons = self._session.node_name, self._session.lost
         return describe_cause(
             {name(number): reasons[number] for number in sorted(results.lost)},
@@ -410,16 +425,18 @@ class StartWatch:
         self._phase_since = 0.0
         """Time of the last change of `_phase`, on the monotonic clock."""
 
-    def find_stall_reason(self) -> str:
+    def check_for_stall(self) -> str:
         """Return why the head must end the attempt, or "" if its start is still within the time limit.
 
-        The time counts from the moment at which all nodes have reached the same waiting phase.
+        The time counts from the call in which all nodes had reached the same waiting phase. So call this
+        method about once a second.
         """
         now = time.monotonic()
         phase = self._find_limited_phase()
-        if phase != self._phase:
+        if phase != self._phase:  # the time limit begins anew
             self._phase, self._phase_since = phase, now
-        if not phase or now - self._phase_since < self._limit_s:
+        is_within_limit = now - self._phase_since < self._limit_s
+        if not phase or is_within_limit:
             return ""
         return self._describe_stall(phase)
 

@@ -138,6 +138,7 @@ class CommandProcess:
         """
         self.close()
         self._process.wait()
+        # `read_reports` sets `code` when the guard reports the end of the command. So the guard was killed.
         if self.code is None:
             self._log("the guard of this node's processes was killed; ending them")
             guard.end_all()
@@ -189,7 +190,7 @@ class CommandProcess:
 
 
 # A line without any text. Such a line follows each C++ stack.
-_EMPTY = re.compile(_PREFIX + rb"\n")
+_EMPTY_LINE = re.compile(_PREFIX + rb"\n")
 
 
 class _Copier(threading.Thread):
@@ -249,18 +250,23 @@ class _Copier(threading.Thread):
         `_is_inside_line` and `_is_hidden` keep the state between two calls.
         """
         for line in re.findall(rb"[^\n]*\n|[^\n]+", data):
-            if self._is_inside_line:
-                pass  # the first part of this line was in earlier data, and has set `_is_hidden`
-            elif _NO_HOST_NAME in line:  # only the first such line is shown
-                self._is_hidden = self._has_warned
-                self._has_warned = True
-            elif self._is_hidden and _EMPTY.fullmatch(line):
-                pass  # the empty line after a hidden stack belongs to it
-            else:
-                self._is_hidden = _LOG_ONLY.match(line) is not None
+            if not self._is_inside_line:  # else the first part of the line has decided for all of it
+                self._is_hidden = self._should_hide(line)
+                self._has_warned |= _NO_HOST_NAME in line
             if not self._is_hidden:
                 yield line
             self._is_inside_line = not line.endswith(b"\n")
+
+    def _should_hide(self, line: bytes) -> bool:
+        """Return whether a line is not for the user. `_is_hidden` says whether the line before it was hidden.
+
+        torch's warning `_NO_HOST_NAME` is shown once, and all others are hidden.
+        """
+        if _NO_HOST_NAME in line:
+            return self._has_warned
+        if self._is_hidden and _EMPTY_LINE.fullmatch(line):  # the end of a hidden stack
+            return True
+        return _LOG_ONLY.match(line) is not None
 
 
 END_STEP_S = 5.0
@@ -284,7 +290,7 @@ class Deadline:
     """
 
     def __init__(self, grace_s: float | None = None) -> None:
-        self.at = math.inf
+        self.next_step_at = math.inf
         """Time of the next step, on the monotonic clock. It is infinite if no step is planned."""
         self.has_begun = False
         """True once the first step was taken."""
@@ -300,40 +306,43 @@ class Deadline:
     @property
     def is_set(self) -> bool:
         """Return whether a next step is planned."""
-        return self.at < math.inf
+        return self.next_step_at < math.inf
 
     def set_within(self, seconds: float, reason: str) -> None:
         """Plan the first step in `seconds`, unless an earlier step is planned or force was used already."""
-        at = time.monotonic() + seconds
-        if not self.is_forced and at < self.at:
-            self.at, self.reason = at, reason
+        step_at = time.monotonic() + seconds
+        if not self.is_forced and step_at < self.next_step_at:
+            self.next_step_at, self.reason = step_at, reason
 
     def set_now(self, reason: str) -> None:
-        """End the program now, without the step QUIT and with shorter waits between the steps.
+        """Plan the first step for now, and end the program quickly from then on.
 
-        If a step was taken before, the remaining steps follow, with the shorter wait.
+        A program of torchrun cannot save any more then, so the step QUIT is left out and the waits between
+        the steps are shorter. If a step was taken before, the remaining steps follow after the shorter wait,
+        and the reason stays the first one.
         """
         now = time.monotonic()
         if self.has_begun:
-            self.at = min(self.at, now + self._quick_step_s)
+            self.next_step_at = min(self.next_step_at, now + self._quick_step_s)
         else:
-            self.reason, self.at = reason, now
+            self.reason, self.next_step_at = reason, now
         self._step_s = self._quick_step_s
         self._steps = [step for step in self._steps if step != _QUIT]
 
     def is_due(self) -> bool:
         """Return whether the next step is due."""
-        return time.monotonic() >= self.at
+        return time.monotonic() >= self.next_step_at
 
-    def next_step(self) -> str:
+    def take_step(self) -> str:
         """Take the next step, and return it as a command to the guard, such as ``signal 1``.
 
+        The steps are HUP, QUIT and KILL for torchrun, and TERM and KILL for a command of dist-run --per-node.
         Also plan the step after it, if there is one.
         """
         step = self._steps.pop(0)
         self.has_begun = True
-        self.is_forced = step != _TERMINATE
-        self.at = math.inf
+        self.is_forced = step != _TERMINATE  # after TERM, the command may still save
+        self.next_step_at = math.inf
         if self._steps:
-            self.at = time.monotonic() + self._step_s
+            self.next_step_at = time.monotonic() + self._step_s
         return step

@@ -43,6 +43,9 @@ HEADER = "imgkit-compile-cache"
 """Name of the first member of a packed cache. Its content is the key of the image that compiled the rest."""
 # Largest total size of the files in a packed cache: 16 GiB.
 MAX_BYTES = 16 << 30
+# What a damaged packed cache can raise. The zip file may be cut off (EOFError) or have a member that is
+# encrypted (RuntimeError), and `_extract_files` raises ValueError for content that must not be used.
+_UNPACK_ERRORS = (OSError, EOFError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile)
 # Offset in bytes of the first member's name in a zip file. A fixed header of 30 bytes precedes it.
 _NAME_OFFSET = 30
 
@@ -91,10 +94,10 @@ class CompileCache:
     folder: Path
     key: str
     """The key of the image (`make_key`). A packed cache with another key is not unpacked."""
-    file: Path | None = None
+    packed_file: Path | None = None
     """The packed cache, or None if the user has not requested one."""
     _unpacked_names: frozenset[str] = frozenset()
-    """Names of the files that `unpack` has extracted from `file`."""
+    """Names of the files that `unpack` has extracted from `packed_file`."""
 
     def make_folders(self) -> None:
         """Create the cache's folder on this node, and a folder in it for each compiler.
@@ -108,7 +111,7 @@ class CompileCache:
         try:
             for path in (self.folder, *(self.folder / part for part in FOLDERS.values())):
                 files.make_own_folder(path)
-            self._remove_abandoned_locks()
+            self._lock_extensions()
         except OSError as error:
             raise UsageError(
                 f"the folder for compiled code cannot be used: {error.strerror}",
@@ -116,27 +119,20 @@ class CompileCache:
                 hint=f"remove it, or set {', '.join(FOLDERS)} yourself",
             ) from error
 
-    def _remove_abandoned_locks(self) -> None:
-        """Remove the locks of builds that were killed, unless another start is using this cache.
+    def _lock_extensions(self) -> None:
+        """Hold a shared lock on the folder of torch's extensions until this program has ended.
 
-        While torch builds an extension, it keeps a lock file, and every process that needs the extension
-        waits until the file is gone. If the build is killed, all later starts on this node wait forever
-        (pytorch issue 189245).
+        The lock shows other starts on this node that a build may be running. If no other start holds one,
+        first remove what killed builds have left.
         """
         extensions = self.folder / FOLDERS["TORCH_EXTENSIONS_DIR"]
-        # Each start on this node holds a shared lock on the folder. The descriptor of the lock is never
-        # closed: it stays open until this process, or the program that replaces it, has ended.
-        in_use = os.open(extensions, os.O_RDONLY | os.O_DIRECTORY)  # noqa: TID251 - a folder
-        os.set_inheritable(in_use, True)
-        # Taking the exclusive lock fails if another start holds a lock, or if the file system has no locks.
-        # The lock files then stay, since a build may be running.
+        folder_lock = os.open(extensions, os.O_RDONLY | os.O_DIRECTORY)  # noqa: TID251 - a folder
+        # The descriptor is never closed. A program that replaces this process inherits it, and so the lock.
+        os.set_inheritable(folder_lock, True)
+        _remove_abandoned_locks(extensions, folder_lock)
+        # This replaces the exclusive lock, if there is one. Some file systems have no locks.
         with contextlib.suppress(OSError):
-            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            for lock in extensions.rglob(BUILD_LOCK):
-                lock.unlink(missing_ok=True)
-        # This replaces the exclusive lock, if there is one.
-        with contextlib.suppress(OSError):
-            fcntl.flock(in_use, fcntl.LOCK_SH)
+            fcntl.flock(folder_lock, fcntl.LOCK_SH)
 
     def unpack(self) -> str:
         """Add the files of the packed cache to this node's folder.
@@ -146,25 +142,25 @@ class CompileCache:
 
         Raises
         ------
-        UsageError : `file` is not a packed cache. This is an error because `pack` would later replace the
-            user's file.
+        UsageError : `packed_file` is another kind of file. This is an error because `pack` would later
+            replace the user's file.
         """
-        if self.file is None or not os.path.lexists(self.file):
+        if self.packed_file is None or not os.path.lexists(self.packed_file):
             return ""
         # All files are extracted before the first one is moved, so that a damaged cache adds none of them.
         # The temporary folder is on the same file system, so that `replace` can move them.
         temporary = Path(tempfile.mkdtemp(prefix=files.TEMPORARY, dir=self.folder))
         try:
-            with files.open_own(self.file) as stream:
-                names = self._extract_files(stream, temporary)
+            with files.open_own(self.packed_file) as stream:
+                names = self._extract_files(stream, temporary)  # this may raise UsageError
             for name in names:
                 path = self.folder / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 (temporary / name).replace(path)
             self._unpacked_names = frozenset(names)  # `pack` compares with these names
-        except (OSError, EOFError, ValueError, RuntimeError, zlib.error, zipfile.BadZipFile) as error:
+        except _UNPACK_ERRORS as error:
             reason = getattr(error, "strerror", None) or str(error)
-            return f"{self.file} is not used: {shorten_message(reason)}"
+            return f"{self.packed_file} is not used: {shorten_message(reason)}"
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
         return ""
@@ -188,7 +184,7 @@ class CompileCache:
         if start[_NAME_OFFSET:] != HEADER.encode():
             raise UsageError(
                 "this file exists, and is no packed cache of compiled code",
-                where=f"--compile-cache {self.file}",
+                where=f"--compile-cache {self.packed_file}",
                 hint="name another file, or remove this one",
             )
         with zipfile.ZipFile(stream) as archive:  # noqa: TID251 - a stream
@@ -212,25 +208,28 @@ class CompileCache:
     def pack(self) -> str:
         """Write the packed cache if this node's folder contains files that are missing in it.
 
-        Return a message about the new file or about an error, or "" if there was nothing to do.
+        The packed cache is a zip file. Its first member is a header with the key of the image, so that only
+        runs of the same image use it. Return a message about the new file or about an error, or "" if there
+        was nothing to do.
         """
         names = self._list_files()
-        if self.file is None or self._unpacked_names.issuperset(names):
+        if self.packed_file is None or self._unpacked_names.issuperset(names):
             return ""
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.packed_file.parent.mkdir(parents=True, exist_ok=True)
             with (
-                files.replace_file(self.file, mode=0o600) as stream,
+                files.replace_file(self.packed_file, mode=0o600) as stream,
                 zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,  # noqa: TID251 - a stream
             ):
-                # The header comes first, so that `_extract_files` finds its name at a fixed offset.
+                # In a zip file, the name of the first member is at a fixed offset. There, `_extract_files`
+                # recognizes a packed cache.
                 archive.writestr(zipfile.ZipInfo(HEADER), self.key)
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):  # a temporary file that a worker has removed
                         archive.write(self.folder / name, name)
         except OSError as error:
-            return f"warning: {self.file}: {error.strerror}; the next start compiles again"
-        return f"packed {len(names)} files of compiled code into {self.file}"
+            return f"warning: {self.packed_file}: {error.strerror}; the next start compiles again"
+        return f"packed {len(names)} files of compiled code into {self.packed_file}"
 
     def _list_files(self) -> list[str]:
         """Return the sorted names of the compiled files in the folder, such as ``triton/ab/kernel.so``.
@@ -244,6 +243,22 @@ class CompileCache:
                 if path.is_file() and not path.is_symlink() and path.name != BUILD_LOCK:
                     names.append(str(path.relative_to(self.folder)))
         return sorted(names)
+
+
+def _remove_abandoned_locks(extensions: Path, folder_lock: int) -> None:
+    """Remove the lock files of killed builds in `extensions`, unless another start is using this folder.
+
+    While torch builds an extension, it keeps a lock file, and every process that needs the extension waits
+    until the file is gone. If the build is killed, all later starts on this node wait forever (pytorch issue
+    189245). `folder_lock` is a descriptor of the folder. If the files could be removed, it has an exclusive
+    lock afterwards.
+    """
+    # Taking the exclusive lock fails if another start holds a lock, or if the file system has no locks. The
+    # lock files then stay, since a build may be running.
+    with contextlib.suppress(OSError):
+        fcntl.flock(folder_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for lock_file in extensions.rglob(BUILD_LOCK):
+            lock_file.unlink(missing_ok=True)
 
 
 def _refuse_foreign_path(name: str) -> None:

@@ -51,17 +51,16 @@ def choose_binding(host: HostFacts, nproc: int, env: Mapping[str, str]) -> CpuBi
     ------
     NoPlan : Slurm's number of processors cannot be read.
     """
-    allowed_cpus = parse_cpu_list(host.allowed_cpus)
-    node_cpus = sum(len(parse_cpu_list(cpu_list)) for cpu_list in host.numa_cpus.values())
-    # Nodes may have different numbers of processors, such as "80(x3),40". Every node has at least the lowest
-    # number.
-    job_cpus = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
+    # Slurm's text has one number for each node, such as "80(x3),40" -> 80, 80, 80, 40. Every node has at
+    # least the lowest number. Without Slurm, it is 0.
+    job_cpu_count = min(expand_counts(env.get(_JOB_CPUS) or "0", where=_JOB_CPUS))
     if len(host.numa_cpus) < 2:
         return CpuBinding(reason="/sys/devices/system/node does not show two NUMA nodes with processors")
-    has_whole_node = job_cpus >= node_cpus  # False without Slurm, where `job_cpus` is 0
-    # The job has the whole node, but the launcher has bound this process to a part of it.
-    if has_whole_node and len(allowed_cpus) < node_cpus:
-        problem = f"{_JOB_CPUS}: the job has all {node_cpus} processors, but was bound to"
+    node_cpu_count = sum(len(parse_cpu_list(cpu_list)) for cpu_list in host.numa_cpus.values())
+    allowed_cpu_count = len(parse_cpu_list(host.allowed_cpus))
+    job_has_whole_node = job_cpu_count >= node_cpu_count
+    if job_has_whole_node and allowed_cpu_count < node_cpu_count:  # the launcher has bound this process
+        problem = f"{_JOB_CPUS}: the job has all {node_cpu_count} processors, but was bound to"
         return CpuBinding(reason=f"{problem} {host.allowed_cpus}")
     if not host.worker_gpus:
         return CpuBinding(reason="it is unknown which GPU each worker gets")
@@ -72,22 +71,25 @@ def _bind_to_numa_nodes(host: HostFacts, numa_nodes: Sequence[int | None]) -> Cp
     """Return the processors of workers whose GPUs are on `numa_nodes`.
 
     `numa_nodes` has one entry for each worker. An entry is None if the NUMA node of the worker's GPU is
-    unknown. If a worker has no processor on that NUMA node, no worker is bound: the result then contains only
-    the reason.
+    unknown. Each worker may run on all processors of its NUMA node, as in ``0-39;0-39;40-79;40-79``. If the
+    allowed ones among them are fewer than the workers there, no worker is bound: the result then contains
+    only the reason.
     """
     names = ", ".join(map(str, numa_nodes))
     evidence = f"the NUMA nodes of the GPUs: {names}; processors allowed: {host.allowed_cpus}"
     allowed_cpus = parse_cpu_list(host.allowed_cpus)
-    cpu_lists, shares = [], []
+    cpu_lists, cpus_per_worker = [], []
     for numa_node in numa_nodes:
+        # "" means no processors: the NUMA node is unknown, or has none.
         cpu_list = "" if numa_node is None else host.numa_cpus.get(numa_node, "")
+        usable_cpus = allowed_cpus & parse_cpu_list(cpu_list)
         # Workers whose GPUs are on the same NUMA node share its processors evenly.
-        share = len(allowed_cpus & parse_cpu_list(cpu_list)) // numa_nodes.count(numa_node)
+        share = len(usable_cpus) // numa_nodes.count(numa_node)
         if share == 0:
             return CpuBinding(reason=f"too few processors are allowed on NUMA node {numa_node} ({evidence})")
         cpu_lists.append(cpu_list)
-        shares.append(share)
-    return CpuBinding(value=";".join(cpu_lists), reason=evidence, cpus_per_worker=min(shares))
+        cpus_per_worker.append(share)
+    return CpuBinding(value=";".join(cpu_lists), reason=evidence, cpus_per_worker=min(cpus_per_worker))
 
 
 def bind_to_cpus(env: Mapping[str, str], local_rank: int) -> None:

@@ -18,7 +18,7 @@ import re
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -57,7 +57,7 @@ MAX_REASON = 200
 COMMAND_LINES = 20
 """Number of last lines of a failed command that are printed at the end: enough for a short traceback."""
 # Exit codes of workers that torchrun has ended by a signal because another worker has failed.
-_BY_TORCHRUN = (-signal.SIGHUP, -signal.SIGTERM)
+_CODES_OF_ENDED_WORKERS = (-signal.SIGHUP, -signal.SIGTERM)
 # What torch, gloo and NCCL print when another rank is gone.
 _AFTER_PEER = re.compile(
     r"(?:reset|closed) by peer|Broken pipe|Socket closed|Connection refused|DistStoreError|DistNetworkError"
@@ -100,14 +100,15 @@ class RankRecord:
         return limit_lines(error_text.rstrip("\n"))
 
 
-def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, is_imgkits: bool) -> None:
+def write_exit_codes(env: Mapping[str, str], codes: Mapping[int, int], *, runs_own_program: bool) -> None:
     """Write the exit codes of a node's failed workers into the stop folder, for the node agent.
 
-    torchrun's process calls this function. `is_imgkits` says whether the workers run a program of this
-    package. If such a program ends with an exit code, it has already printed or recorded the reason. So
-    `find_node_failure` does not report a missing traceback for it.
+    torchrun's process calls this function. Without a node agent, or if the file cannot be written, it does
+    nothing. `codes` contains the exit codes by rank. `runs_own_program` says whether the workers run a
+    program of this package. If such a program ends with an exit code, it has already printed or recorded the
+    reason. So `find_node_failure` does not report a missing traceback for it.
     """
-    document = {"is_imgkits": is_imgkits, "codes": {str(rank): code for rank, code in codes.items()}}
+    document = {"is_imgkits": runs_own_program, "codes": {str(rank): code for rank, code in codes.items()}}
     with contextlib.suppress(KeyError, OSError):
         files.write_file(Path(env["IMGKIT_STOP_DIR"]) / CODES, json.dumps(document))
 
@@ -195,24 +196,30 @@ def find_node_failure(stop_folder: Path, killed_by: int = 0) -> RankFailure | No
     killed_by : number of the signal that ended torchrun itself. 0 if there was none, or if the node agent has
         sent it.
     """
-    codes, is_imgkits = _read_codes(stop_folder)  # `is_imgkits`: the workers run a program of this package
+    codes, runs_own_program = _read_codes(stop_folder)
     records = read_records(stop_folder)  # the earliest error comes first
     for record in records:
         if not record.after_peer:  # else the error only says that another rank is gone
             return _make_recorded_failure(record, codes)
     recorded_ranks = {record.rank for record in records}
     for rank, code in codes.items():
-        if rank in recorded_ranks or code in _BY_TORCHRUN:  # torchrun ends the ranks that did not fail
-            continue
-        if is_imgkits and code > 0:  # imgkit's own program has printed the reason itself
-            continue
-        # The worker has left no record, so the time of its failure is unknown: an `age_ms` of 0 means now.
-        return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
+        has_printed_reason = runs_own_program and code > 0  # as programs of this package do
+        was_ended_by_torchrun = code in _CODES_OF_ENDED_WORKERS  # after another worker has failed
+        if rank not in recorded_ranks and not has_printed_reason and not was_ended_by_torchrun:
+            return _make_unrecorded_failure(rank, code)
     if killed_by:
-        return RankFailure(rank=None, code=-killed_by, age_ms=0, after_peer=False, log="")
+        return _make_unrecorded_failure(None, -killed_by)
     if records:
         return _make_recorded_failure(records[0], codes)
     return None
+
+
+def _make_unrecorded_failure(rank: int | None, code: int) -> RankFailure:
+    """Return the failure of a worker that has left no record. `rank` is None for torchrun itself.
+
+    The time of the failure is unknown, so it counts as now (`age_ms` is 0).
+    """
+    return RankFailure(rank=rank, code=code, age_ms=0, after_peer=False, log="")
 
 
 def _make_recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> RankFailure:
@@ -234,10 +241,11 @@ def _make_recorded_failure(record: RankRecord, codes: Mapping[int, int]) -> Rank
     )
 
 
-def command_failure(code: int, output: str) -> RankFailure:
-    """Return the failure of a command of ``dist-run --per-node``.
+def make_command_failure(code: int, output: str) -> RankFailure:
+    """Return the failure of a command of ``dist-run --per-node``, which has just ended.
 
-    Such a command is no worker and leaves no record.
+    Such a command is no worker, so it has no rank and leaves no record. Its last lines of output show whether
+    it has only failed because another node is gone (`after_peer`).
 
     Parameters
     ----------
@@ -302,24 +310,24 @@ class LateRecords:
         self._folder, self._is_head = stop_folder, is_head
         self._reported: set[int | None] = set()
 
-    def new_reports(self) -> Iterator[tuple[str, ...]]:
+    def collect_reports(self) -> Iterator[tuple[str, ...]]:
         """Yield the lines of each new report: a title, and then the traceback. Call this about once a second.
 
         An exception is reported if its worker is still running some seconds later. Each exception is reported
         only once.
         """
         for record in read_records(self._folder):
-            # `after_peer`: the error only says that another rank is gone, and the error of that rank explains
-            # it. On nodes other than the head, the head prints the traceback once the worker has ended. So in
-            # both cases, the user should see another message instead, and there is more time for it.
-            late_s = LATE_S
+            # In two cases, the user should see a better message first, so there is more time for it. If
+            # another rank is gone (`after_peer`), the error of that rank explains this one. On nodes other
+            # than the head, the head prints the traceback once the worker has ended.
+            delay_s = LATE_S
             if record.after_peer or not self._is_head:
-                late_s = LATE_ELSEWHERE_S
-            if record.rank in self._reported or time.time() - record.at <= late_s:
+                delay_s = LATE_ELSEWHERE_S
+            if record.rank in self._reported or time.time() - record.at <= delay_s:
                 continue
             self._reported.add(record.rank)
             name = _describe_rank(record.rank)
-            title = f"{name} has failed, and its process has not ended after {late_s:g} s"
+            title = f"{name} has failed, and its process has not ended after {delay_s:g} s"
             yield (title, *record.lines)
 
 
@@ -331,29 +339,36 @@ def first_failure(failures: Iterable[ReportedFailure]) -> ReportedFailure | None
     return min(failures, key=lambda report: (report.failure.after_peer, report.at), default=None)
 
 
-def describe_run_failure(
-    session: HeadSession, log: Callable[..., None], *, memory: str, of_previous: bool
-) -> tuple[str, ...]:
-    """Return the last lines that the head (the node with rank 0) prints about a failed attempt.
+def explain_run_failure(
+    session: HeadSession, reports: Sequence[ReportedFailure], *, memory: str
+) -> tuple[explain.Explanation, ...]:
+    """Return known explanations of a failed attempt whose cause no node has reported.
 
-    Return () if no failed worker is known. If the failure only results from the end of another rank
-    (`after_peer`), also print known explanations with `log`.
+    The first failure then only results from the end of another rank (`after_peer`). On several nodes, the
+    node agents leave it to the head to explain this (`NodeAttempt._log_explanations`), since only the head
+    knows whether another node has reported the cause. In all other cases, return ().
 
     Parameters
     ----------
-    log : prints one message. Each argument is one line.
+    reports : the failures that the nodes have reported in the attempt.
     memory : the value of `explain.MEMORY`, which is the memory that the job requested.
-    of_previous : True to describe the attempt before the one that starts now.
     """
-    reports = session.previous_failures if of_previous else session.failures
+    first = first_failure(reports)
+    if first is None or not first.failure.after_peer or session.placement.nnodes == 1:
+        return ()
+    return explain.find_explanations("\n".join(first.failure.lines), memory=memory)
+
+
+def describe_run_failure(
+    session: HeadSession, reports: Sequence[ReportedFailure], *, memory: str
+) -> tuple[str, ...]:
+    """Return the last lines that the head (the node with rank 0) prints about a failed attempt.
+
+    Return () if no failed worker is known. The parameters are those of `explain_run_failure`.
+    """
     first = first_failure(reports)
     if first is None:
         return ()
-    # On several nodes, the node agents leave this explanation to the head (`NodeAttempt._log_explanations`).
-    # Only the head knows whether another node has reported the cause.
-    if first.failure.after_peer and session.placement.nnodes > 1:
-        for explanation in explain.find_explanations("\n".join(first.failure.lines), memory=memory):
-            log(*explanation.lines)
     followers = [_describe_failed_part(report.failure) for report in reports if report is not first]
     return describe_failure(first.failure, session.node_name(first.number), followers, memory=memory)
 

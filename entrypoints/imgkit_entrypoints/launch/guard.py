@@ -172,7 +172,7 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
     terminated: set[int] = set()
     codes: dict[int, int] = {}
     while not agent.wants_kill and reap_into(codes) and child not in codes:
-        for child_signal in agent.wait_for_signals(1.0, wakeup=child_ended):
+        for child_signal in agent.wait_for_commands(1.0, wakeup=child_ended):
             # Nobody has read the child's exit code yet, so its id cannot belong to another process.
             os.kill(child, child_signal)
         if agent.wants_end and not terminated:
@@ -193,7 +193,10 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
 def _start_command(command: list[str], kind: str) -> int:
     """Start `command` with the signal settings of its kind, and return its process id.
 
-    The kinds are described in the docstring of this module.
+    A command of the kind ``torchrun`` inherits the mask of blocked signals, which contains the stop signals.
+    For a command of the kind ``node``, which is the user's own, no signal is blocked. But it ignores USR1 and
+    USR2: schedulers send these as a warning, which would end a program without a handler. The node agent
+    turns them into TERM.
 
     Raises
     ------
@@ -204,7 +207,7 @@ def _start_command(command: list[str], kind: str) -> int:
     if kind == "torchrun":
         return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset)
     for ignored_signal in (signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(ignored_signal, signal.SIG_IGN)  # the command inherits this, as intended
+        signal.signal(ignored_signal, signal.SIG_IGN)  # the command inherits this from the guard
     return os.posix_spawnp(command[0], command, os.environ, setsigdef=reset, setsigmask=())
 
 
@@ -229,12 +232,11 @@ class _AgentCommands:
         self.wants_kill = False
         """True once the node agent has sent ``kill``, or is gone."""
 
-    def wait_for_signals(self, seconds: float, *, wakeup: int | None = None) -> list[int]:
+    def wait_for_commands(self, seconds: float, *, wakeup: int | None = None) -> list[int]:
         """Wait up to `seconds` for commands, and return the signals that the child should get.
 
-        Other commands set the attributes `wants_end` and `wants_kill`. A byte on the descriptor `wakeup`,
-        which Python writes when a child ends (`_make_child_wakeup`), also ends the wait. Return [] if the
-        wait has ended without a command. If the node agent is gone, return [] and set `wants_kill`.
+        Other commands set the attributes `wants_end` and `wants_kill`. The wait also ends when a child ends,
+        if `wakeup` is the descriptor from `_make_child_wakeup`. Return [] if no signal was requested.
         """
         descriptors = [self._control] if wakeup is None else [self._control, wakeup]
         readable, _, _ = select.select(descriptors, [], [], seconds)
@@ -246,8 +248,15 @@ class _AgentCommands:
         command_lines = os.read(self._control, 4096)
         if not command_lines:  # end of file: the node agent is gone
             self.wants_kill = True
+        return self._obey(command_lines.decode().splitlines())
+
+    def _obey(self, command_lines: list[str]) -> list[int]:
+        """Set the attributes that `command_lines` request, and return the signals that the child should get.
+
+        The commands are ``signal N``, ``terminate`` and ``kill``.
+        """
         signals = []
-        for line in command_lines.decode().splitlines():
+        for line in command_lines:
             verb, _, signal_number = line.partition(" ")
             if verb == "signal":
                 signals.append(int(signal_number))
@@ -266,12 +275,14 @@ def _wait_for_remaining(agent: _AgentCommands, code: int) -> None:
 
     This only waits. The caller, `main`, kills what is left afterwards.
     """
-    leave_s = LEAVE_S if code >= 0 else 0.0
+    patience_s = LEAVE_S if code >= 0 else 0.0
     if agent.wants_end:
-        leave_s = float("inf")  # the node agent sends "kill" when the grace time is over
-    leave_at = time.monotonic() + leave_s
-    while not agent.wants_kill and reap_into({}) and time.monotonic() < leave_at:
-        agent.wait_for_signals(TICK_S)  # the signals are dropped, because the child has ended
+        patience_s = float("inf")  # the node agent sends "kill" when the grace time is over
+    deadline = time.monotonic() + patience_s
+    while not agent.wants_kill and time.monotonic() < deadline:
+        if not reap_into({}):  # no child is left, and no orphan; their exit codes do not matter
+            return
+        agent.wait_for_commands(TICK_S)  # the signals are dropped, because the child has ended
 
 
 def _terminate_all(except_pids: Collection[int] = ()) -> set[int]:

@@ -37,8 +37,16 @@ To TMPDIR, multiprocessing adds ``/pymp-XXXXXXXX/listener-XXXXXXXX``, and torch 
 _MPI = re.compile(r"(?:PMIX|PMI2?|OMPI)_")
 # Variables that a launcher of MPI sets for each process. If none of them is set, no such launcher has started
 # this process. Other variables with the prefixes above are then settings of the user.
-_OF_LAUNCHER = ("PMIX_RANK", "PMIX_NAMESPACE", "PMI_RANK", "PMI_FD", "PMI_PORT", "OMPI_COMM_WORLD_RANK")
-_OF_PYTHON = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
+_LAUNCHER_VARIABLES = (
+    "PMIX_RANK",
+    "PMIX_NAMESPACE",
+    "PMI_RANK",
+    "PMI_FD",
+    "PMI_PORT",
+    "OMPI_COMM_WORLD_RANK",
+)
+# Variables whose value is the folder of a Python or of its virtual environment.
+_PYTHON_FOLDER_VARIABLES = ("VIRTUAL_ENV", "CONDA_PREFIX", "PYTHONHOME")
 # A folder in PYTHONPATH contains installed packages, and not the user's own modules, if one of these names is
 # in its path.
 _PACKAGES = {"site-packages", "dist-packages"}
@@ -118,7 +126,7 @@ def clean_environment(
     image = image_env or {}
     host_env = _select_host_variables(env, image, keep)
     mpi_names: list[str] = []
-    if not is_mpi_rank and any(name in env for name in _OF_LAUNCHER):
+    if not is_mpi_rank and any(name in env for name in _LAUNCHER_VARIABLES):
         mpi_names = [name for name in host_env if _MPI.match(name)]
     new_values = {}
     if "LD_PRELOAD" in host_env:
@@ -181,7 +189,8 @@ def _make_short_tmpdir(tmpdir: str) -> str:
 
 def may_remove(name: str) -> bool:
     """Return whether `clean_environment` may remove or change the variable `name` of a user."""
-    return _MPI.match(name) is not None or name in ("LD_PRELOAD", "TMPDIR", "PYTHONPATH", *_OF_PYTHON)
+    other_names = ("LD_PRELOAD", "TMPDIR", "PYTHONPATH", *_PYTHON_FOLDER_VARIABLES)
+    return _MPI.match(name) is not None or name in other_names
 
 
 def _count_by_prefix(names: Sequence[str]) -> list[str]:
@@ -212,12 +221,14 @@ def _remove_host_python(
     """Return new values for variables of Python, without the parts that belong to a Python of the host.
 
     The image's Python cannot load packages that were installed for another Python. So folders of installed
-    packages are removed from PYTHONPATH, and the program folder of a virtual environment is removed from
-    PATH. Other variables are not in the result. An empty new value means that the variable should be removed.
+    packages are removed from PYTHONPATH, and variables such as VIRTUAL_ENV are removed. The program folder of
+    such an environment is also removed from PATH. Other variables are not in the result. An empty new value
+    means that the variable should be removed.
 
     Parameters
     ----------
-    host_env : the part of `env` that may be changed.
+    env : the whole environment, of which only PATH is used. PATH is changed even if `host_env` lacks it.
+    host_env : the part of `env` that comes from the host and that the user does not want to keep.
     image : the image's own variables.
     prefix : ``sys.prefix`` of the Python that runs the workers. Its own virtual environment stays.
     """
@@ -226,16 +237,15 @@ def _remove_host_python(
     if "PYTHONPATH" in host_env:
         image_folders = image.get("PYTHONPATH", "").split(":")
         new_values["PYTHONPATH"] = _drop_package_folders(host_env["PYTHONPATH"], image_folders)
-    removed_programs = []
-    # `_OF_PYTHON` contains variables such as VIRTUAL_ENV, whose value is the folder of a Python.
-    for name in _OF_PYTHON:
+    program_folders = []
+    for name in _PYTHON_FOLDER_VARIABLES:
         folder = host_env.get(name, "")
         if folder not in ("", prefix):  # the workers' own Python may be in a virtual environment, which stays
             new_values[name] = ""
-            removed_programs.append(f"{folder}/bin")
-    if removed_programs and "PATH" in env:
-        kept_folders = [folder for folder in env["PATH"].split(":") if folder not in removed_programs]
-        new_values["PATH"] = ":".join(kept_folders)
+            program_folders.append(f"{folder}/bin")
+    if program_folders and "PATH" in env:
+        remaining_folders = [folder for folder in env["PATH"].split(":") if folder not in program_folders]
+        new_values["PATH"] = ":".join(remaining_folders)
     return new_values
 
 

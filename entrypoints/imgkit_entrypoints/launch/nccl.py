@@ -164,11 +164,8 @@ def summarize_answer(answer: bytes) -> list[str]:
     _, heading, problems = answer_text.partition(_ERRORS_HEADING)
     if not heading:
         raise ValueError("it contains no list of errors")
-    lines = []
-    for line in problems.split("\n"):
-        # The warnings follow the errors. Drop the heading between the two lists.
-        if line and not _WARNINGS_HEADING.fullmatch(line):
-            lines.append(line)
+    # The warnings follow the errors. Drop the heading between the two lists.
+    lines = [line for line in problems.split("\n") if line and not _WARNINGS_HEADING.fullmatch(line)]
     if not lines:
         return ["all ranks of all communicators answer, and have launched the same number of collectives"]
     summary = [_make_printable(line) for line in _fold_ranks(lines)]
@@ -215,9 +212,7 @@ def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) 
 
     The recorder keeps the latest collectives of each rank, and writes them to a file after a timeout. It is
     only for workers on GPUs, so the result is empty on CPUs. Variables that `env`, the environment of the
-    command, already sets are left out, so that the user's values stay. The variable for the names of the
-    files is also left out if the user has chosen them under its other name, or if there is no safe folder for
-    the files.
+    command, already sets are left out, so that the user's values stay.
     """
     if env.get("IMGKIT_DEVICE") != "cuda":
         return {}
@@ -227,19 +222,32 @@ def recorder_variables(env: Mapping[str, str], torch_version: str, job_id: str) 
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
     }
+    # Older versions of torch have another name for this variable, and by default record no collectives.
     prefix_variable = DUMP_PREFIX
     if not plan.is_torch_since(torch_version, RENAMED_SINCE):
         prefix_variable = OLD_DUMP_PREFIX
-        variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # collectives; by default, it records none
+        variables["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"  # number of collectives
+    prefix = _choose_dump_prefix(env, job_id)
+    if prefix:
+        variables[prefix_variable] = prefix
+    return {name: value for name, value in variables.items() if name not in env}
+
+
+def _choose_dump_prefix(env: Mapping[str, str], job_id: str) -> str:
+    """Return the beginning of the names of the recorder's files, to which torch appends the rank.
+
+    Return "" if the user has already chosen it in `env`, or if there is no safe folder for the files.
+    """
     # The user may use the old or the new name with any version of torch. If we set the other name, there
     # would be two values for the same files.
-    user_has_named_files = OLD_DUMP_PREFIX in env or DUMP_PREFIX in env
-    folder = None if user_has_named_files else _choose_recorder_folder(env)
-    if folder:
-        # The job's id keeps two jobs on one node from writing the same files. torch appends the rank.
-        job_name = re.sub("[^A-Za-z0-9.-]", "_", job_id)
-        variables[prefix_variable] = str(folder / f"nccl-{job_name}-rank-")
-    return {name: value for name, value in variables.items() if name not in env}
+    if OLD_DUMP_PREFIX in env or DUMP_PREFIX in env:
+        return ""
+    folder = _choose_recorder_folder(env)
+    if folder is None:
+        return ""
+    # The job's id keeps two jobs on one node from writing the same files.
+    job_name = re.sub("[^A-Za-z0-9.-]", "_", job_id)
+    return str(folder / f"nccl-{job_name}-rank-")
 
 
 def _choose_recorder_folder(env: Mapping[str, str]) -> Path | None:
@@ -264,7 +272,7 @@ def _choose_recorder_folder(env: Mapping[str, str]) -> Path | None:
     return private_folder
 
 
-def recorder_dumps(env: Mapping[str, str], since: float) -> str:
+def describe_recorder_files(env: Mapping[str, str], since: float) -> str:
     """Return a line about the files that torch's flight recorder has written since the time `since`.
 
     `since` is in seconds of the epoch. It is the start of the attempt, so that files of an earlier attempt

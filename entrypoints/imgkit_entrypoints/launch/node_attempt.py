@@ -12,13 +12,13 @@ import dataclasses
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_entrypoints.errors import EXIT_NO, EXIT_SAVED, EXIT_TOOL_FAILED
 from imgkit_entrypoints.launch import explain, failures, nccl, per_node, plan, start_up, stop_protocol
-from imgkit_entrypoints.launch.attempts import GOOD, StartWatch
+from imgkit_entrypoints.launch.attempts import SUCCESS_CODES, StartWatch
 from imgkit_entrypoints.launch.command_process import CommandProcess, Deadline
 from imgkit_entrypoints.launch.failures import LateRecords
 from imgkit_entrypoints.launch.plan import Timeouts
@@ -182,7 +182,7 @@ class NodeAttempt:
         env = {**node.env, "IMGKIT_ATTEMPT": str(self._order.attempt), **start_up_variables}
         if command.is_per_node:
             argv, variables = self._fill_placeholders()
-            env |= variables
+            env |= variables | self._make_ray_folder()
         else:
             argv = plan.fill_markers(command.argv, self._order, self._node_rank, node.stop_folder)
         self._command = CommandProcess(
@@ -198,22 +198,34 @@ class NodeAttempt:
     def _fill_placeholders(self) -> tuple[list[str], dict[str, str]]:
         """Return the argv of the user's command in this attempt, and variables with the same values.
 
-        The user writes placeholders such as ``{node_rank}`` in the command. If the user has not set
-        RAY_TMPDIR, create a folder for it, so that two attempts do not share Ray's files.
+        The user writes placeholders such as ``{node_rank}`` in the command. They stand for values that are
+        known only now.
         """
-        node, command = self._node_context, self._node_context.config.command
-        run_dir = command.env.get("IMGKIT_RUN_DIR", "")
+        command = self._node_context.config.command
         placeholder_values = per_node.placeholder_values(
-            self._order, self._node_rank, node.config.node.nproc, run_dir
+            self._order,
+            self._node_rank,
+            self._node_context.config.node.nproc,
+            run_dir=command.env.get("IMGKIT_RUN_DIR", ""),
         )
-        variables = per_node.placeholder_variables(placeholder_values)
-        if not command.env.get(per_node.RAY_TMPDIR):
-            path = per_node.ray_folder(self._order)
-            # The folder is removed when `folders` is closed, at the end of the run.
-            with suppress(OSError):  # without the variable, Ray itself reports which folder it cannot use
-                node.folders.enter_context(stop_protocol.locked_folder(path))
-                variables[per_node.RAY_TMPDIR] = str(path)
-        return per_node.fill_placeholders(command.argv, placeholder_values), variables
+        argv = per_node.fill_placeholders(command.argv, placeholder_values)
+        return argv, per_node.placeholder_variables(placeholder_values)
+
+    def _make_ray_folder(self) -> dict[str, str]:
+        """Create the folder for Ray's files in this attempt, and return RAY_TMPDIR with its path.
+
+        Each attempt has its own folder, which is the same on all nodes and is removed at the end of the run.
+        Return {} if the user has set RAY_TMPDIR, or if the folder cannot be made.
+        """
+        node = self._node_context
+        if node.config.command.env.get(per_node.RAY_TMPDIR):
+            return {}
+        path = per_node.ray_folder(self._order)
+        try:
+            node.folders.enter_context(stop_protocol.locked_folder(path))
+        except OSError:  # without the variable, Ray itself reports which folder it cannot use
+            return {}
+        return {per_node.RAY_TMPDIR: str(path)}
 
     def close(self) -> None:
         """End all processes that are left of the command."""
@@ -232,7 +244,7 @@ class NodeAttempt:
         self._log(f"{reason}: asked the program to save and end, waiting up to {grace_s:g} s")
         if config.command.is_per_node:
             # The user's own command does not read the stop file, so it gets the request as TERM. That is the
-            # first step of its deadline.
+            # first step of its deadline, and is due now. KILL follows after the grace time, with this reason.
             self.deadline.set_now("the grace time is over")
         else:
             self.deadline.set_within(grace_s, "the grace time is over")
@@ -244,9 +256,9 @@ class NodeAttempt:
         """
         if self._command is None or not self.deadline.is_due():
             return
-        # `next_step` changes `is_forced`, and the message is printed only for the first step of force.
         was_forced = self.deadline.is_forced
-        step = self.deadline.next_step()
+        step = self.deadline.take_step()
+        # `is_forced` is True from the first step on after which the program can no longer save its state.
         if self.deadline.is_forced and not was_forced:
             self._log(f"ending the program: {self.deadline.reason}")
         self._command.send_step(step)
@@ -274,17 +286,23 @@ class NodeAttempt:
         On the head, also end a start of the run that takes too long.
         """
         session = self._node_context.session
-        # The next heartbeat to the head contains these two.
+        # The next heartbeat to the head contains these two. A position says how many steps a worker has done.
         session.positions = self._watchdog.positions
         session.phase = self._find_phase()
-        if self._start_watch and not self.stall_reason:  # only the head has a watch, and it ends a start once
-            self.stall_reason = self._start_watch.find_stall_reason()
-            if self.stall_reason:
-                self.deadline.set_now(self.stall_reason)
-        for report in self._watchdog.new_reports(session.run_positions):
+        self._end_stalled_start()
+        # `run_positions` are those of the whole run, from the latest heartbeats.
+        for report in self._watchdog.collect_reports(session.run_positions):
             self._log(*report.split("\n"))
-        for lines in self._late_records.new_reports():
+        for lines in self._late_records.collect_reports():
             self._log(*lines)
+
+    def _end_stalled_start(self) -> None:
+        """On the head, end the attempt if its start takes too long. Set `stall_reason` then."""
+        if self._start_watch is None or self.stall_reason:  # not the head, or ended in an earlier call
+            return
+        self.stall_reason = self._start_watch.check_for_stall()
+        if self.stall_reason:
+            self.deadline.set_now(self.stall_reason)
 
     def _find_phase(self) -> str:
         """Return the phase that this node's torchrun has reached. It is one of `messages.PHASES`."""
@@ -311,13 +329,18 @@ class NodeAttempt:
         step, problem = stop_protocol.read_saved_step(self._node_context.stop_folder, job_id)
         if problem:
             self._log(f"warning: {problem}")
-        if step is None:
-            self.code = self._choose_node_code(command_code, received_signal, is_head_lost=is_head_lost)
+        if step is not None:  # a saved state counts as success, even if the program has failed afterwards
+            self._log(f"state saved at step {step}")
+            self.saved_state = f"{job_id} {step}"
+            self.code = EXIT_SAVED
             return
-        # A saved state counts as success, even if the program has failed afterwards.
-        self._log(f"state saved at step {step}")
-        self.saved_state = f"{job_id} {step}"
-        self.code = EXIT_SAVED
+        self.code = self._choose_node_code(command_code, received_signal, is_head_lost=is_head_lost)
+        # If the node agent has killed the command, `code` stands for the reason, and is not 128 + 9.
+        if command_code == -signal.SIGKILL and self.code == 128 + signal.SIGKILL:
+            self._log(
+                "the program was killed (SIGKILL), often by the kernel because memory ran out: "
+                f"{explain.memory_remedy(self._node_context.config.command.memory)}"
+            )
 
     def _choose_node_code(self, command_code: int, received_signal: int | None, *, is_head_lost: bool) -> int:
         """Return the exit code of this node, whose command has ended and has not saved its state.
@@ -327,20 +350,16 @@ class NodeAttempt:
         then stands for the reason: the head is lost, the start took too long, or the node agent has received
         a signal.
         """
-        # The order matters. A command that has ended with 0 has done its part, even if it was told to end.
+        # A command that has ended with 0 has done its part, even if it was told to end.
         if command_code == 0:
             return 0
+        # In both cases, the node agent has also ended the command by force, so this comes before `is_forced`.
         if is_head_lost or self.stall_reason:
             return EXIT_TOOL_FAILED
         if self.deadline.is_forced:  # the node agent has sent a signal that leaves no time to save
             return EXIT_NO if received_signal is None else 128 + received_signal
         if command_code > 0:
             return command_code
-        if command_code == -signal.SIGKILL:
-            self._log(
-                "the program was killed (SIGKILL), often by the kernel because memory ran out: "
-                f"{explain.memory_remedy(self._node_context.config.command.memory)}"
-            )
         # The code of a killed command is the negative signal: -9 becomes 137.
         return 128 - command_code
 
@@ -349,19 +368,20 @@ class NodeAttempt:
 
         The result is in `failure`. If the attempt has succeeded or has saved its state, do nothing.
         """
-        if self.code in GOOD:
+        if self.code in SUCCESS_CODES:
             return
         self.failure = self._find_failure()
         if self.failure is not None:
             self.failure = dataclasses.replace(self.failure, log=self._write_log())
-        # If the agent has ended the command, the workers' errors only result from that. They need no
-        # explanation.
-        if not self._is_asked_to_stop and not self.deadline.has_begun:
+        # If the node agent has asked the command to end, or has ended it, the workers' errors only result
+        # from that. They need no explanation.
+        was_told_to_end = self._is_asked_to_stop or self.deadline.has_begun
+        if not was_told_to_end:
             self._log_explanations(self.failure)
         # A line about the files that torch's flight recorder has written in this attempt, or "".
-        dumps = nccl.recorder_dumps(self._node_context.env, self.began_at)
-        if dumps:
-            self._log(dumps)
+        recorder_line = nccl.describe_recorder_files(self._node_context.env, self.began_at)
+        if recorder_line:
+            self._log(recorder_line)
 
     def _log_explanations(self, failure: RankFailure | None) -> None:
         """Print explanations of known failures in the command's error output.
@@ -369,14 +389,15 @@ class NodeAttempt:
         For example, "CUDA out of memory" is a known failure. If the error of a rank is known, lines about
         closed connections only result from it and are not explained.
         """
-        has_cause = False
-        if failure is not None and failure.rank is not None:  # None: torchrun or the user's command failed
-            if not failure.lines:
-                return  # a rank without a traceback was usually killed, and the final message explains that
-            is_only_node = self._node_context.session.placement.nnodes == 1
-            # `after_peer`: the error only says that another rank is gone. On several nodes, the head explains
-            # it (`failures.describe_run_failure`), so it counts here as if the cause were known.
-            has_cause = not (failure.after_peer and is_only_node)
+        if failure is None or failure.rank is None:  # torchrun or the user's command has failed
+            has_cause = False
+        elif not failure.lines:
+            return  # a rank without a traceback was usually killed, and the final message explains that
+        elif self._node_context.session.placement.nnodes == 1:
+            has_cause = not failure.after_peer  # `after_peer`: the error only says that another rank is gone
+        else:
+            # On several nodes, such an error is left to the head (`failures.explain_run_failure`).
+            has_cause = True
         output = self._running_command.output_tail()[-EXPLAINED_CHARACTERS:]
         memory = self._node_context.config.command.memory
         for explanation in explain.find_explanations(output, memory=memory, has_cause=has_cause):
@@ -387,16 +408,19 @@ class NodeAttempt:
 
         Return None if nothing has failed by itself. A command that the node agent has ended did not fail.
         """
-        command = self._running_command  # it has ended, so `code` is its exit code
+        command = self._running_command
+        command_code = command.code or 0  # it is not None, because the command has ended
+        was_ended_by_agent = self.deadline.has_begun
         # With ``--per-node``, there are no workers whose records could be read, so the command is judged.
         if self._node_context.config.command.is_per_node:
-            if self.deadline.has_begun:
+            if was_ended_by_agent:
                 return None
-            return failures.command_failure(command.code or 0, command.output_tail())
-        # A signal that the node agent itself has sent (`is_forced`) is no cause.
+            return failures.make_command_failure(command_code, command.output_tail())
+        # Workers may have failed before the node agent has ended torchrun. So only torchrun's own end is
+        # ignored then.
         killed_by = 0
-        if command.code is not None and not self.deadline.is_forced:
-            killed_by = max(0, -command.code)  # -9 if SIGKILL has ended torchrun
+        if command_code < 0 and not was_ended_by_agent:
+            killed_by = -command_code  # 9 if SIGKILL has ended torchrun
         return failures.find_node_failure(self._node_context.stop_folder, killed_by)
 
     def _write_log(self) -> str:

@@ -173,7 +173,7 @@ class LaunchPlan:
     """The values that imgkit or the user has chosen, each with its reason."""
     messages: StartMessages = StartMessages()
     setup: NodeSetup = NodeSetup()
-    image: str = ""
+    image_problem: str = ""
     """Why values from the image are taken for the user's. Empty if the image's variables are known."""
     secret: str = ""
     """The source of the roll call's secret, for a dry run. Empty without a secret, and on one node."""
@@ -251,8 +251,9 @@ class LaunchPlan:
         else:
             yield _DryRunRow("secret", "-", "not needed, or none is set")
         # Only a value of the user can be in doubt, since it may also come from the image.
-        if self.image and any(decision.origin == "user" for decision in self.decisions):
-            yield _DryRunRow("image", "unknown", self.image)
+        has_user_values = any(decision.origin == "user" for decision in self.decisions)
+        if self.image_problem and has_user_values:
+            yield _DryRunRow("image", "unknown", self.image_problem)
         for decision in self.decisions:
             # The reason of an unused value says why imgkit does not set it.
             reason = decision.reason if decision.used else f"not set: {decision.reason}"
@@ -278,7 +279,7 @@ class LaunchPlan:
             "nproc": self.nproc,
             "mode": self.mode,
             "secret": self.secret,
-            "image": self.image,
+            "image": self.image_problem,
             "argv": list(self.argv),
             "env": dict(self.env),
             "unset": list(self.unset),
@@ -320,7 +321,7 @@ def decide_launch(
     host: HostFacts,
     system: SystemFacts | None,
     env: Mapping[str, str],
-    is_imgkits: bool = False,
+    is_own_program: bool = False,
 ) -> LaunchPlan:
     """Decide how to start the command `worker` on this node, and return the plan.
 
@@ -331,7 +332,7 @@ def decide_launch(
     placement : the nodes of the run, and the rank of this node among them.
     host : the facts about this machine.
     system : the facts about the cluster from the image's recipe, or None if the image has none.
-    is_imgkits : True if `worker` is a program of this package.
+    is_own_program : True if `worker` is a program of this package.
 
     Raises
     ------
@@ -366,7 +367,7 @@ def decide_launch(
         unset += [name for name in per_node.RANK_VARIABLES if name in env]
     else:
         argv = (*_build_torchrun_argv(torchrun, request, placement, host, nproc.value), *worker)
-        variables["IMGKIT_START"] = _choose_start_method(request, device.value, is_imgkits=is_imgkits)
+        variables["IMGKIT_START"] = _choose_start_method(request, device.value, is_own_program=is_own_program)
     network_warnings = tuple(str(finding) for finding in network.warnings)
     # On one node, Gloo uses the loopback interface. Warnings about the cluster's network do not matter then.
     uses_network = device.value == "cuda" or placement.nnodes > 1
@@ -382,7 +383,7 @@ def decide_launch(
         unset=(*unset, *network.unset),
         decisions=(*own_decisions, *network.decisions),
         setup=NodeSetup(links=network.links),
-        image=network.image,
+        image_problem=network.image,
         messages=StartMessages(
             warnings=(
                 *_warn_of_unused_nproc(request, placement, nproc.value, env),
@@ -401,7 +402,7 @@ def _choose_mode(request: Request, placement: Placement) -> Mode:
     return "per-node" if request.is_per_node else "torchrun"
 
 
-def _choose_start_method(request: Request, device: str, *, is_imgkits: bool) -> str:
+def _choose_start_method(request: Request, device: str, *, is_own_program: bool) -> str:
     """Return how torchrun starts the workers (apps/torchrun.py): ``fork`` or ``exec``.
 
     If the user has not chosen, use ``fork`` only for programs of imgkit on CPUs. Forks were not tested with
@@ -409,7 +410,7 @@ def _choose_start_method(request: Request, device: str, *, is_imgkits: bool) -> 
     """
     if request.start != "auto":
         return request.start
-    return "fork" if is_imgkits and device == "cpu" else "exec"
+    return "fork" if is_own_program and device == "cpu" else "exec"
 
 
 def _refuse_blocked_network(network: fabric.FabricPlan, placement: Placement) -> None:
@@ -447,12 +448,15 @@ def _choose_max_failures(request: Request, placement: Placement) -> int:
     """Return the number of failures after which the run still starts a new attempt.
 
     The result is 0 if the launcher has started the ranks itself, since no node agent could start them again.
+    Without a number from the user, it is `DEFAULT_FAILURES` in a run with spares (``--nnodes N+S``), which
+    replace lost nodes, and otherwise 0.
     """
-    if placement.direct is not None:
+    if placement.direct is not None:  # the launcher has started the ranks
         return 0
     if request.max_failures is not None:
         return request.max_failures
-    return DEFAULT_FAILURES if placement.size else 0
+    has_spares = placement.size is not None
+    return DEFAULT_FAILURES if has_spares else 0
 
 
 def _warn_of_useless_spares(placement: Placement) -> tuple[str, ...]:

@@ -88,6 +88,12 @@ def read_progress(folder: Path) -> Progress | None:
     return progress
 
 
+def remove_notes(folder: Path) -> None:
+    """Remove the notes that the program has written in an earlier attempt into the stop folder `folder`."""
+    with contextlib.suppress(OSError):
+        (folder / PROGRESS_FILE).unlink(missing_ok=True)
+
+
 class StepTimer:
     """Adds up the time of all attempts of a run, from the notes that the program has written.
 
@@ -100,23 +106,21 @@ class StepTimer:
         self._start_s = start_s
         self._attempt_start_s = start_s
         """Time at which the wait for a first step began: the start of the run, or of a later attempt."""
-        self._first_attempt_start_s: float | None = None
+        self.first_attempt_start_s = start_s
+        """Time at which the first attempt on this node began. Before that, the time of the run's start."""
+        self._attempt_count = 0
         self._parts = {"starting": 0.0, "training": 0.0, "saving": 0.0}
         self._has_steps = False
 
-    def start_attempt(self, folder: Path) -> float:
-        """Begin to measure an attempt whose program writes its notes into `folder`.
-
-        Return the time at which the first attempt of the run began, on the monotonic clock.
-        """
-        with contextlib.suppress(OSError):
-            (folder / PROGRESS_FILE).unlink(missing_ok=True)  # the notes of an earlier attempt
+    def start_attempt(self) -> None:
+        """Begin to measure an attempt, after the notes of the previous one were removed (`remove_notes`)."""
         now_s = time.monotonic()
-        if self._first_attempt_start_s is None:
-            self._first_attempt_start_s = now_s  # `_attempt_start_s` stays at the start of the run
+        self._attempt_count += 1
+        if self._attempt_count == 1:
+            # The wait for the first step counts from the start of the run, so `_attempt_start_s` stays there.
+            self.first_attempt_start_s = now_s
         else:
             self._attempt_start_s = now_s
-        return self._first_attempt_start_s
 
     def end_attempt(self, folder: Path) -> None:
         """Add the times of an attempt that has ended: for starting, training and saving.

@@ -15,8 +15,8 @@ from imgkit_entrypoints.system import WORKSPACE
 CODE_VARIABLE = "IMGKIT_CODE"
 """Variable with the digest of the code that was sent with the run. It is not set if the run has no code."""
 # Each line describes a mount: "36 35 98:0 / /workspace rw,noatime - ext3 /dev/root rw".
-_MOUNTS = "/proc/self/mountinfo"
-_MOUNT_POINT = 4  # the index of the fifth field (proc_pid_mountinfo(5))
+_MOUNTINFO_FILE = "/proc/self/mountinfo"
+_MOUNT_POINT_FIELD = 4  # the index of the fifth field (proc_pid_mountinfo(5))
 
 
 def refuse_missing_code(env: Mapping[str, str]) -> None:
@@ -30,10 +30,11 @@ def refuse_missing_code(env: Mapping[str, str]) -> None:
     if not code:
         return
     # The list of mounts shows whether the folder is a mount, even if the image has a folder of the same name.
-    mounts = facts.Reader(root=facts.root_of(env)).text(_MOUNTS) or ""
-    for line in mounts.splitlines():
+    reader = facts.Reader(root=facts.root_of(env))  # IMGKIT_ROOT may name another root folder than "/"
+    mountinfo = reader.text(_MOUNTINFO_FILE) or ""
+    for line in mountinfo.splitlines():
         fields = line.split(" ")  # "36 35 98:0 / /workspace rw,noatime - ext3 /dev/root rw"
-        if len(fields) > _MOUNT_POINT and fields[_MOUNT_POINT] == f"/{WORKSPACE}":
+        if len(fields) > _MOUNT_POINT_FIELD and fields[_MOUNT_POINT_FIELD] == f"/{WORKSPACE}":
             return
     raise NoPlan(
         f"the run's copy of the code is not mounted at /{WORKSPACE}",

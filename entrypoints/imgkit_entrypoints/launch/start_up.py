@@ -106,17 +106,17 @@ def start_time_s(env: Mapping[str, str], folder: RunFolder | None) -> float:
     time, it is the time at which the previous start last wrote to the folder. In all other cases, it is the
     start of this process: an interactive allocation begins long before the commands in it.
     """
-    process_s = process_start_s()
-    job_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))  # in seconds of the epoch
-    if folder is None or job_s is None:
-        return process_s
-    # `last_change_s` is 0 if the job starts the run for the first time. The monotonic clock does not count
-    # from the epoch, so convert the time by its age.
-    age_s = time.time() - max(float(job_s), folder.last_change_s())
-    # A clock that was set wrongly gives an impossible age.
-    if not 0 <= age_s <= LONGEST_S:
-        return process_s
-    return min(process_s, time.monotonic() - age_s)
+    own_start_s = process_start_s()
+    job_start_epoch_s = parse_digits(env.get("SLURM_JOB_START_TIME", ""))
+    if folder is None or job_start_epoch_s is None:
+        return own_start_s
+    # `last_change_epoch_s` is 0 if the job starts the run for the first time.
+    start_epoch_s = max(float(job_start_epoch_s), folder.last_change_epoch_s())
+    # The monotonic clock does not count from the epoch, so the time is converted by its age.
+    age_s = time.time() - start_epoch_s
+    if not 0 <= age_s <= LONGEST_S:  # impossible, so a clock was set wrongly
+        return own_start_s
+    return min(own_start_s, time.monotonic() - age_s)
 
 
 def process_start_s() -> float:

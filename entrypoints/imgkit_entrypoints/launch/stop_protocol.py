@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import BinaryIO
 
 from imgkit_entrypoints import fence, files, terminal
 from imgkit_entrypoints.errors import EXIT_SAVED, UsageError
@@ -105,24 +106,39 @@ def locked_folder(path: Path) -> Iterator[None]:
     """Create a private folder, lock it while the context lasts, and remove it at the end.
 
     The lock shows that the folder is in use. If a node agent is killed, its lock is released, and a later
-    start by this user removes the folder (`_remove_abandoned`). If `path` exists already, because several
-    nodes share the file system, the nodes share the folder, and only the first of them holds the lock.
+    start by this user removes the folder (`_remove_abandoned`).
+
+    If `path` exists already, because several nodes of the run share the file system, the nodes share the
+    folder, and only the first of them holds the lock. The contexts last until the end of the run, when no
+    node needs the folder any more. So whichever node ends first may remove it.
 
     Raises
     ------
     OSError : the folder cannot be made, or belongs to another user.
     """
     files.make_own_folder(path)
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(FileExistsError):
-            lock = stack.enter_context(files.create_file(path / LOCK))
-            # Some file systems have no locks. A folder of a killed node agent then stays there.
-            with contextlib.suppress(OSError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            yield
-        finally:
-            shutil.rmtree(path, ignore_errors=True)
+    lock = _create_lock(path / LOCK)
+    try:
+        yield
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        if lock:
+            lock.close()
+
+
+def _create_lock(path: Path) -> BinaryIO | None:
+    """Create the lock file `path`, and return it with a lock. Return None if another node has created it.
+
+    Some file systems have no locks. The file is then returned without one, and the folder of a killed node
+    agent stays there.
+    """
+    try:
+        lock = files.create_file(path)
+    except FileExistsError:
+        return None
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return lock
 
 
 def _temporary_folder() -> Path:
@@ -386,7 +402,7 @@ class RunFolder:
         except (OSError, UnicodeDecodeError):
             return ""
 
-    def last_change_s(self) -> float:
+    def last_change_epoch_s(self) -> float:
         """Return when an earlier start of the run last wrote into this folder, in seconds of the epoch.
 
         Return 0 if there was no earlier start.
@@ -461,10 +477,12 @@ class CollectedSignals:
         """Collect stop signals within this context, and ignore them afterwards.
 
         srun sends TERM to the other tasks of a step once the first one has ended. A process that is about to
-        exit must ignore it, because it would lose its own exit code if the signal killed it.
+        exit must ignore it, because it would lose its own exit code if the signal killed it. An object can
+        collect only once, because the end of the context closes its pipe.
         """
         for stop_signal in STOP_SIGNALS:
             signal.signal(stop_signal, self.record)
+        # For each signal, Python writes a byte into the pipe, which wakes a `select` for `fileno`.
         previous_wakeup_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         try:
             yield self

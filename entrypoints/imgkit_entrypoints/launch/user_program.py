@@ -86,8 +86,9 @@ def main(argv: list[str]) -> None:
 def _unblock_stop_signals() -> None:
     """Unblock the stop signals for the program, with a handler that does nothing.
 
-    The node agent acts on these signals, not the program. They are blocked only if a node agent has started
-    torchrun. If they are not blocked, change nothing.
+    The node agent acts on these signals, not the program. Processes that the program forks must survive them
+    as well, so there, only the parent's TERM has an effect. The signals are blocked only if a node agent has
+    started torchrun. If they are not blocked, change nothing.
     """
     blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # blocks nothing more
     if signal.SIGTERM not in blocked_signals:
@@ -95,7 +96,7 @@ def _unblock_stop_signals() -> None:
     for stop_signal in STOP_SIGNALS:
         signal.signal(stop_signal, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-    os.register_at_fork(after_in_child=_obey_parent_only)
+    os.register_at_fork(after_in_child=_end_on_term_of_parent)
 
 
 def _set_import_path(program: str, *, is_module: bool) -> None:
@@ -105,9 +106,9 @@ def _set_import_path(program: str, *, is_module: bool) -> None:
     until now the entry is the folder of this file. With -P (safe_path), Python adds no such entry, and this
     function adds none either.
     """
-    # Older versions of Python have no option -P, and so no flag.
-    has_entry = not getattr(sys.flags, "safe_path", False) or sys.path[:1] == [""]
-    if not has_entry:
+    has_safe_path = getattr(sys.flags, "safe_path", False)  # older versions of Python have no option -P
+    # A fork of torchrun runs with safe_path, but apps/torchrun.py has added "" for the user's program.
+    if has_safe_path and sys.path[:1] != [""]:
         return
     if is_module:
         sys.path[0] = os.getcwd()  # noqa: PTH109
@@ -174,10 +175,11 @@ def format_error(error: BaseException, trace: TracebackType | None) -> str:
     Python, return only the error, because the frames say nothing about it.
     """
     frames = user_frames(trace)
-    has_started = frames is not None or not _failed_to_start(trace)
-    if has_started and frames is None:
-        frames = trace
-    lines = traceback.format_exception(type(error), error, frames, chain=has_started)
+    if frames is None and _failed_to_start(trace):
+        # The errors that have led to this one (`chain`) say nothing about the program either.
+        lines = traceback.format_exception(type(error), error, None, chain=False)
+    else:
+        lines = traceback.format_exception(type(error), error, frames or trace)
     return "".join(lines).rstrip("\n")
 
 
@@ -187,11 +189,9 @@ def _failed_to_start(trace: TracebackType | None) -> bool:
     For example, the program's file may be missing. In this case, the innermost frame outside of runpy and
     Python's import system belongs to this module.
     """
-    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
-    for file in reversed(files):
-        if not _is_python_start(file):
-            return file == __file__
-    return False
+    file_names = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(trace)]
+    outer_file_names = [name for name in file_names if not _is_python_start(name)]
+    return outer_file_names[-1:] == [__file__]  # the innermost frame comes last
 
 
 def user_frames(trace: TracebackType | None) -> TracebackType | None:
@@ -340,17 +340,19 @@ def _name_bad_samples() -> None:
     wrapper.__init__ = init
 
 
-def _obey_parent_only() -> None:
+def _end_on_term_of_parent() -> None:
     """In a forked process, let TERM end the process only if the parent process has sent the signal.
 
-    A scheduler sends TERM to all processes, and the forked process must survive that. A signal handler in
-    Python cannot see the sender, so a thread waits for the signal instead.
+    A scheduler sends TERM to all processes, and the forked process must survive that. But
+    ``Process.terminate()`` in the parent must end it. A signal handler in Python cannot see the sender, so
+    TERM is blocked, and a thread waits for it instead.
     """
-    parent = os.getppid()
+    parent_pid = os.getppid()
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
     def exit_for_parent() -> None:
-        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent:
+        # TERM from another process than the parent has no effect, so wait for the next one.
+        while signal.sigwaitinfo([signal.SIGTERM]).si_pid != parent_pid:
             pass
         os._exit(0)  # torch's data workers do the same, since another code would look like a crash
 

@@ -46,13 +46,11 @@ and has -1 as its number of signs of life.
 """
 # The position of a worker before its first step.
 BEFORE = -1
-PATIENCE = 3
-"""Factor on ``--hang-after`` for a user program, which writes no positions.
-
-Any other worker is late after ``--hang-after`` itself, or after this factor times the duration of its longest
-step, whichever is longer.
-"""
-PATIENCE_BEFORE = 10
+USER_PROGRAM_FACTOR = 3
+"""Factor on ``--hang-after`` for a user program, which writes no positions."""
+LONGEST_STEP_FACTOR = 3
+"""Factor on the duration of a worker's longest step. The worker is not late before this time has passed."""
+FIRST_STEP_FACTOR = 10
 """Factor on ``--hang-after`` before a worker's first step, because the worker may still be compiling code.
 
 While a worker waits for other ranks in `CONNECTS`, it is late after ``--hang-after``, without either factor.
@@ -83,12 +81,12 @@ The signal that requests the stack wakes the thread itself.
 """
 MAX_FRAMES = 12
 """Largest number of innermost frames of one stack that a report shows."""
-STOPPED = {
+WHY_NO_STACK = {
     "T": "it is stopped (SIGSTOP); to continue it: kill -CONT {pid}",
     "t": "it is stopped by a debugger",
 }
 """Why a process sends no stack, by the first letter of its state in /proc/PID/status."""
-_STACK = "stack, innermost first:"
+_STACK_HEADING = "stack, innermost first:"
 # Frames of Python and of imgkit that start the program: "<frozen runpy>:88 _run_code".
 _START_FRAME = re.compile(r"(?:<frozen runpy>|.*/(?:runpy|user_program)\.py):\d+ ")
 
@@ -150,6 +148,7 @@ def connecting(env: Mapping[str, str]) -> Iterator[None]:
         return
     pulse = Pulse(folder, int(rank))
     yield
+    # After an error, this is not reached: the watchdog then watches the worker until its process has ended.
     pulse.end_watch()
 
 
@@ -200,10 +199,10 @@ class _IdleTimer:
     def __init__(self) -> None:
         self._last_cpu_s = 0.0  # processor time that the process had used at the last reading
         self._last_read_at = 0.0
-        self._idle_since = math.inf
+        self._idle_since: float | None = None  # None before the first reading
 
-    def update(self, pid: int, now: float) -> float:
-        """Return for how many seconds process `pid` has been idle.
+    def measure_s(self, pid: int, now: float) -> float:
+        """Return for how many seconds process `pid` has been idle until `now`, on the monotonic clock.
 
         A process is idle while it uses at most `IDLE_SHARE` of a processor. The processor time is measured
         between two calls, so call this method about once a second. If the process has ended, return minus
@@ -215,10 +214,9 @@ class _IdleTimer:
         except (OSError, ValueError, KeyError):  # the process has ended
             return -math.inf
         cpu_s = (user_ticks + system_ticks) / os.sysconf("SC_CLK_TCK")
-        if cpu_s - self._last_cpu_s > IDLE_SHARE * (now - self._last_read_at):
-            self._idle_since = now
-        # `_idle_since` is still infinite if no reading has shown the process busy. Idle time then begins now.
-        self._idle_since = min(self._idle_since, now)
+        was_busy = cpu_s - self._last_cpu_s > IDLE_SHARE * (now - self._last_read_at)
+        if was_busy or self._idle_since is None:
+            self._idle_since = now  # idle time begins now
         self._last_cpu_s, self._last_read_at = cpu_s, now
         return now - self._idle_since
 
@@ -241,7 +239,7 @@ class _Worker:
 
     note: _Note
     """What the worker had written at its last sign of life."""
-    since: float
+    last_sign_at: float
     """Time of the last sign of life."""
     longest_s: float = 0.0
     """Longest time between two signs of life since the first step. Reported hangs are not counted."""
@@ -252,6 +250,16 @@ class _Worker:
     is_connecting: bool = False
     """True if the worker waits in `CONNECTS`."""
     idle_timer: _IdleTimer = field(default_factory=_IdleTimer)
+
+    @property
+    def was_asked(self) -> bool:
+        """Return whether the watchdog has asked for this worker's stack since its last sign of life."""
+        return self.stacks_from is not None
+
+    @property
+    def has_begun_steps(self) -> bool:
+        """Return whether this worker has reached its first step. A user program never reports that it has."""
+        return self.note.position >= 0
 
     def was_woken(self, now: float) -> bool:
         """Return whether new waits of a user program come from the watchdog's own request for a stack.
@@ -268,7 +276,7 @@ class _Worker:
 
     def update(self, note: _Note, now: float) -> None:
         """Record the data of a worker that has given a sign of life, and forget the request for its stack."""
-        self.note, self.since, self.stacks_from = note, now, None
+        self.note, self.last_sign_at, self.stacks_from = note, now, None
         # A user program that moves again no longer waits in `CONNECTS`. Workers that write positions keep the
         # flag, because they leave the watch when the context manager `connecting` ends.
         if note.writes_no_positions:
@@ -277,23 +285,26 @@ class _Worker:
     def patience_s(self, hang_after_s: float) -> float:
         """Return after how many seconds without a sign of life this worker counts as late.
 
-        Before the first step, and for user programs, the limit is a multiple of `hang_after_s`. It is also at
-        least a multiple of the worker's longest step so far.
+        The limit is `hang_after_s` times a factor, which leaves more time where the worker may be busy with
+        something else. It is also at least a multiple of the worker's longest step so far.
         """
-        factor = 1
-        if self.note.writes_no_positions and not self.is_connecting:
-            factor = PATIENCE
-        elif self.note.position < 0 and not self.is_connecting:
-            factor = PATIENCE_BEFORE
-        return max(hang_after_s * factor, self.longest_s * PATIENCE)
+        if self.is_connecting:  # it waits for other ranks, so it is not busy
+            factor = 1
+        elif self.note.writes_no_positions:
+            factor = USER_PROGRAM_FACTOR
+        elif not self.has_begun_steps:
+            factor = FIRST_STEP_FACTOR
+        else:
+            factor = 1
+        return max(hang_after_s * factor, self.longest_s * LONGEST_STEP_FACTOR)
 
     def is_late(self, hang_after_s: float, now: float) -> bool:
         """Return whether this worker has given no sign of life for too long."""
-        return now - self.since >= self.patience_s(hang_after_s)
+        return now - self.last_sign_at >= self.patience_s(hang_after_s)
 
 
 class Watchdog:
-    """Watches the workers of one node, and reports those that have stopped moving (`new_reports`)."""
+    """Watches the workers of one node, and reports those that have stopped moving (`collect_reports`)."""
 
     def __init__(
         self,
@@ -313,6 +324,12 @@ class Watchdog:
         ask_nccl : starts a query about NCCL's state, or returns None if NCCL cannot be asked.
         """
         self._folder, self._host, self._hang_after_s, self._ask_nccl = folder, host, hang_after_s, ask_nccl
+        self._stack_interval_s = CONNECT_LOOK_S
+        """Shortest time in seconds between two requests for the stack of an idle worker."""
+        if hang_after_s:
+            # A request wakes the worker for up to `WAKE_S` seconds, during which its signs of life are
+            # ignored. So the time must be longer.
+            self._stack_interval_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, hang_after_s))
         self._nccl_question: Question | None = None
         self._workers: dict[int, _Worker] = {}
         self._stacks_requested_at = 0.0
@@ -339,37 +356,38 @@ class Watchdog:
         workers = self._workers.values()
         return len(workers) == nproc and all(worker.is_connecting for worker in workers)
 
-    def new_reports(self, of_run: Positions | None = None) -> list[str]:
+    def collect_reports(self, run_positions: Positions | None = None) -> list[str]:
         """Check all workers, and return new reports about workers that hang, or that move again.
 
         Call it once a second. The list is empty if there is nothing to report.
 
         Parameters
         ----------
-        of_run : positions of the slowest and the furthest worker of the whole run, or None if unknown.
+        run_positions : positions of the slowest and the furthest worker of the whole run, or None if unknown.
+            A position is twice the number of completed steps, or one less during a step.
         """
         now = time.monotonic()
         # The workers are updated first, because the two other methods judge by their latest signs of life.
         # With ``--hang-after 0``, this is needed as well, since heartbeats contain `positions`.
         reports = self._update_workers(now)
-        self._find_connecting_workers(now)
+        self._update_connecting_workers(now)
         if self.positions is None or not self._hang_after_s:
             return reports
         low, high = self.positions
         # A worker of another node may be behind all workers of this node. Then that node reports the hang.
-        if of_run:
-            low = min(low, of_run[0])
-            high = max(high, of_run[1])
-        report = self._find_hang(low, high, now)
+        if run_positions:
+            run_low, run_high = run_positions
+            low, high = min(low, run_low), max(high, run_high)
+        report = self._check_for_hang(low, high, now)
         if report:
             reports.append(report)
         return reports
 
-    def _find_hang(self, low: int, high: int, now: float) -> str:
+    def _check_for_hang(self, low: int, high: int, now: float) -> str:
         """Return a report about workers of this node that hang, or "" if there is nothing to report now.
 
         A report contains stacks, and a worker needs time to write its stack. The first call that finds a hang
-        therefore only requests the stacks, and a later call returns the report. `new_reports` calls this
+        therefore only requests the stacks, and a later call returns the report. `collect_reports` calls this
         method about once a second. Each hang is reported only once.
 
         Parameters
@@ -383,19 +401,18 @@ class Watchdog:
         late = [worker for worker in slowest if worker.is_late(self._hang_after_s, now)]
         if not self._should_report(slowest, late):
             return ""
-        # None means that the worker was not asked since its last sign of life.
-        if any(worker.stacks_from is None for worker in slowest):
+        if not all(worker.was_asked for worker in slowest):
             self._ask_for_reasons(slowest, now, some_are_ahead=low < high)
             return ""
         stacks = self._collect_stacks(slowest, now)
         if stacks is None:  # not all workers have answered, and they may still do so
             return ""
-        # `_title` reads `is_connecting`, and `_should_report` reads `_reported` in the next call.
+        # `_make_title` reads `is_connecting`, and `_should_report` reads `_reported` in the next call.
         for worker in slowest:
             worker.is_connecting = CONNECTS in stacks[worker.note.rank]
         self._reported |= {worker.note.rank for worker in late}
-        seconds = min(now - worker.since for worker in late)
-        lines = [self._title(late, seconds, low, high), *self._describe_stacks(slowest, stacks)]
+        silent_s = min(now - worker.last_sign_at for worker in late)
+        lines = [self._make_title(late, silent_s, low, high), *self._describe_stacks(slowest, stacks)]
         if self._nccl_question:  # its thread has ended or its time is up, as `_collect_stacks` has checked
             lines += self._nccl_question.lines
         return "\n".join(lines)
@@ -410,14 +427,14 @@ class Watchdog:
         some_are_ahead : True if other workers of the run are at a later position.
         """
         for worker in workers:
-            # A worker with `stacks_from` was asked before. Another request would lose its answer.
-            if worker.stacks_from is None:
+            if not worker.was_asked:  # another request would lose the answer to the first one
                 self._request_stack(worker, now)
         self._stacks_requested_at = now
-        # If all ranks are at the same position, every node reports a hang. One answer of NCCL is enough then,
-        # so only the node with rank 0 asks.
+        # If some ranks are ahead, only the nodes of the slowest ranks report a hang, and each asks NCCL.
+        # Otherwise, every node reports one. One answer of NCCL is enough then, so the node of rank 0 asks.
         has_rank_0 = any(worker.note.rank == 0 for worker in workers)
-        self._nccl_question = self._ask_nccl() if some_are_ahead or has_rank_0 else None
+        must_ask_nccl = some_are_ahead or has_rank_0
+        self._nccl_question = self._ask_nccl() if must_ask_nccl else None
 
     def _collect_stacks(self, workers: Sequence[_Worker], now: float) -> Mapping[int, str] | None:
         """Return the stacks of workers that hang, by rank, or None while an answer may still arrive.
@@ -447,41 +464,35 @@ class Watchdog:
         """
         if not late:
             return False
-        # Without positions, nothing shows which worker is the cause. So report all of them once, until the
-        # reported ones move again and leave `_reported`.
+        # Without positions, nothing shows which worker is the cause. So report all of them once, and again
+        # only after all reported workers have moved (`_update_workers` removes them from `_reported`).
         if any(worker.note.writes_no_positions for worker in late):
             return not self._reported
         is_new = any(worker.note.rank not in self._reported for worker in late)
-        return is_new and len(late) == len(slowest)
+        are_all_late = len(late) == len(slowest)
+        return is_new and are_all_late
 
-    def _find_connecting_workers(self, now: float) -> None:
-        """Find the workers that wait for other ranks in `CONNECTS` before their first step.
+    def _update_connecting_workers(self, now: float) -> None:
+        """Update `is_connecting` of the workers: they wait for other ranks in `CONNECTS`, before any step.
 
         The stack of such a worker contains that function, so idle workers are asked for their stacks. Late
-        workers are skipped, because `_find_hang` asks them for their stacks.
+        workers are skipped, because `_check_for_hang` asks them for their stacks.
         """
         for worker in self._workers.values():
             is_late = self._hang_after_s > 0 and worker.is_late(self._hang_after_s, now)
             # A worker that has reached its first step is connected already.
-            if worker.note.position >= 0 or worker.is_connecting or is_late:
+            if worker.has_begun_steps or worker.is_connecting or is_late:
                 continue
-            # None means that the worker was not asked for a stack since its last sign of life.
-            if worker.stacks_from is None:
-                self._request_stack_if_idle(worker, now)
-            else:
+            if worker.was_asked:
                 self._update_is_connecting(worker, now)
+            else:
+                self._request_stack_if_idle(worker, now)
 
     def _request_stack_if_idle(self, worker: _Worker, now: float) -> None:
-        """Ask a worker for its stack if it is idle and was not asked recently.
-
-        A worker is asked at most every `CONNECT_LOOK_S` seconds, or every ``--hang-after`` seconds if that is
-        shorter.
-        """
-        interval_s = CONNECT_LOOK_S
-        if self._hang_after_s:
-            interval_s = max(2 * WAKE_S, min(CONNECT_LOOK_S, self._hang_after_s))
-        idle_s = worker.idle_timer.update(worker.note.pid, now)
-        if idle_s >= IDLE_S and now - max(worker.since, worker.asked_at) >= interval_s:
+        """Ask a worker for its stack if it is idle, and has neither moved nor been asked recently."""
+        idle_s = worker.idle_timer.measure_s(worker.note.pid, now)
+        quiet_s = now - max(worker.last_sign_at, worker.asked_at)
+        if idle_s >= IDLE_S and quiet_s >= self._stack_interval_s:
             self._request_stack(worker, now)
 
     def _update_is_connecting(self, worker: _Worker, now: float) -> None:
@@ -489,12 +500,13 @@ class Watchdog:
 
         Do nothing while the stack may still arrive.
         """
-        stack = self._read_stack(worker)
-        if not stack and now - worker.asked_at < ANSWER_S:
+        stack = self._read_stack(worker)  # or a reason for a missing stack, which does not contain `CONNECTS`
+        may_still_arrive = now - worker.asked_at < ANSWER_S
+        if not stack and may_still_arrive:
             return
         worker.is_connecting = CONNECTS in stack
         if not worker.is_connecting:
-            worker.stacks_from = None  # None makes the watchdog ask this worker again later
+            worker.stacks_from = None  # the watchdog may then ask this worker again (`was_asked`)
 
     def _update_workers(self, now: float) -> list[str]:
         """Read what all workers have written, and update the state of each worker.
@@ -517,7 +529,7 @@ class Watchdog:
             # A new process id means that a worker of a new attempt has taken over the rank.
             if worker is None or worker.note.pid != note.pid:
                 self._forget(note.rank)
-                self._workers[note.rank] = _Worker(note=note, since=now)
+                self._workers[note.rank] = _Worker(note=note, last_sign_at=now)
                 continue
             # Waits that our own request for a stack has caused are no sign of life. `has_moved` compares with
             # the stored note, so storing the new one now makes the two equal.
@@ -525,17 +537,17 @@ class Watchdog:
                 worker.note = note
             if not worker.has_moved(note):
                 continue
-            silent_s = now - worker.since
+            silent_s = now - worker.last_sign_at
             if note.rank in self._reported:
                 self._reported.remove(note.rank)
                 moved_workers.setdefault(round(silent_s), []).append(worker)
-            elif is_calm and worker.note.position >= 0:
+            elif is_calm and worker.has_begun_steps:
                 worker.longest_s = max(worker.longest_s, silent_s)
-            worker.update(note, now)  # this sets `since`, so `silent_s` is computed above
-        reports = []
-        for seconds, workers in moved_workers.items():
-            reports.append(f"{self._describe_ranks(workers)} moved again after {seconds} s")
-        return reports
+            worker.update(note, now)  # this sets `last_sign_at`, so `silent_s` is computed above
+        return [
+            f"{self._describe_ranks(workers)} moved again after {seconds} s"
+            for seconds, workers in moved_workers.items()
+        ]
 
     def _forget(self, rank: int) -> None:
         """Stop watching a worker that has ended or was replaced by a new process."""
@@ -571,15 +583,15 @@ class Watchdog:
         """Ask a worker for its stack by sending `STACK_SIGNAL`.
 
         The worker's signal handler appends the stack to the file ``stacks-RANK``. That file may already
-        contain older stacks, so this method records its current size: the answer begins there.
+        contain older stacks, so this method records its current size: the answer begins there. A worker
+        without such a handler is not signalled, and so counts as one that does not answer.
         """
         path = self._folder / f"stacks-{worker.note.rank}"
         worker.stacks_from = path.stat().st_size if path.exists() else 0
         worker.asked_at = now
-        # SigCgt is the mask of signals with a handler, and bit n - 1 stands for signal n. Without a handler,
-        # the signal would kill the process, or another process that has got the same id in the meantime.
-        caught_signals = int(_read_process_status(worker.note.pid).get("SigCgt", "0"), 16)
-        if caught_signals & 1 << (STACK_SIGNAL - 1):
+        # Without a handler, the signal would kill the process, or another process that has got the same id in
+        # the meantime.
+        if _handles_signal(worker.note.pid, STACK_SIGNAL):
             with contextlib.suppress(OSError):
                 os.kill(worker.note.pid, STACK_SIGNAL)
 
@@ -595,32 +607,35 @@ class Watchdog:
             stack = _cut_main_stack(new_data.decode(errors="replace"))
             if stack:
                 return stack
-        state = _read_process_status(worker.note.pid).get("State", "")[:1]
-        return STOPPED.get(state, "").format(pid=worker.note.pid)
+        state = _read_process_status(worker.note.pid).get("State", "")  # "T (stopped)"
+        reason = WHY_NO_STACK.get(state[:1], "")
+        return reason.format(pid=worker.note.pid)
 
-    def _title(self, late: list[_Worker], seconds: float, low: int, high: int) -> str:
+    def _make_title(self, late: list[_Worker], silent_s: float, low: int, high: int) -> str:
         """Return the first line of a report about workers that have given no sign of life for too long.
 
         Parameters
         ----------
         late : the workers that the report is about.
-        seconds : time since their last sign of life.
+        silent_s : seconds since their last sign of life.
         low : position of the slowest worker of the run. A position is twice the number of completed steps, or
-            one less during a step.
+            one less during a step: 6 after step 3, 5 during it.
         high : position of the furthest worker of the run.
         """
         name = self._describe_ranks(late)
         # This case comes first, because it is the only one in which the cause is known.
-        if all(worker.is_connecting for worker in late):
+        are_all_connecting = all(worker.is_connecting for worker in late)
+        if are_all_connecting:
             reason = "ranks are missing, or torch's store has lost their keys"
-            return f"{name} in {CONNECTS} for {seconds:.0f} s: {reason}"
+            return f"{name} in {CONNECTS} for {silent_s:.0f} s: {reason}"
         # A user program writes no positions, so `low` and `high` mean nothing.
-        if any(worker.note.writes_no_positions for worker in late):
-            return f"{name} without a sign of life for {seconds:.0f} s; all ranks of this node:"
+        is_user_program = any(worker.note.writes_no_positions for worker in late)
+        if is_user_program:
+            return f"{name} without a sign of life for {silent_s:.0f} s; all ranks of this node:"
         slowest, furthest = _describe_position(low), _describe_position(high)
         if low < high:
-            return f"{name} did not move from {slowest} for {seconds:.0f} s (others: {furthest})"
-        return f"no rank has moved from {slowest} for {seconds:.0f} s"
+            return f"{name} did not move from {slowest} for {silent_s:.0f} s (others: {furthest})"
+        return f"no rank has moved from {slowest} for {silent_s:.0f} s"
 
     def _describe_stacks(self, workers: list[_Worker], stacks: Mapping[int, str]) -> Iterator[str]:
         """Yield each different stack once, after the ranks of all workers that have this stack.
@@ -634,10 +649,11 @@ class Watchdog:
         for worker in workers:
             text = stacks[worker.note.rank] or _explain_missing_stack(worker)
             workers_by_text.setdefault(text, []).append(worker)
-        # Every stack contains the heading `_STACK`, and a reason for a missing stack does not. False sorts
-        # before True, so the reasons come first.
-        ordered_texts = sorted(workers_by_text, key=lambda text: (_STACK in text, len(workers_by_text[text])))
-        for text in ordered_texts:
+        # Sort by the number of workers, and then move the reasons for missing stacks to the front. The second
+        # sort keeps the order of the first one (False comes before True).
+        texts = sorted(workers_by_text, key=lambda text: len(workers_by_text[text]))
+        texts.sort(key=lambda text: _STACK_HEADING in text)
+        for text in texts:
             same_workers = workers_by_text[text]
             pids = ", ".join(str(worker.note.pid) for worker in same_workers)
             yield f"  {self._describe_ranks(same_workers)} (process {pids}): {text}"
@@ -647,6 +663,13 @@ class Watchdog:
         ranks = sorted(worker.note.rank for worker in workers)
         label = "rank" if len(ranks) == 1 else "ranks"
         return f"{label} {', '.join(map(str, ranks))} on {self._host}"
+
+
+def _handles_signal(pid: int, number: int) -> bool:
+    """Return whether a process has set a handler for the signal `number`."""
+    # SigCgt is the mask of signals with a handler, in hexadecimal. Bit n - 1 stands for signal n.
+    caught_signals = int(_read_process_status(pid).get("SigCgt", "0"), 16)
+    return bool(caught_signals & 1 << (number - 1))
 
 
 def _explain_missing_stack(worker: _Worker) -> str:
@@ -688,10 +711,8 @@ def _read_process_status(pid: int) -> dict[str, str]:
 def _cut_main_stack(text: str) -> str:
     """Return the innermost frames of the main thread from faulthandler's output, or "" if there are none.
 
-    faulthandler is the module of Python that writes a stack when it gets a signal. The heading `_STACK` comes
-    before the frames.
-
-    In the result, ``File "train.py", line 12 in step`` is ``train.py:12 step``.
+    faulthandler is the module of Python that writes a stack when it gets a signal. The result begins with the
+    heading `_STACK_HEADING`. In it, ``File "train.py", line 12 in step`` is ``train.py:12 step``.
     """
     match = re.search(r"(?m)^Stack \(most recent call first\):\n((?:  .*\n)+)", text)
     if match is None:
@@ -704,4 +725,4 @@ def _cut_main_stack(text: str) -> str:
             frames.append(frame)
     if len(frames) > MAX_FRAMES:
         frames[MAX_FRAMES:] = [f"and {len(frames) - MAX_FRAMES} more"]
-    return f"{_STACK}\n" + "\n".join(f"    {frame}" for frame in frames)
+    return f"{_STACK_HEADING}\n" + "\n".join(f"    {frame}" for frame in frames)

@@ -106,7 +106,9 @@ class Connection:
         """Yield the complete lines that have arrived. If the peer is gone, set `error`.
 
         One call reads about as many bytes as the longest line may have. If more data has arrived, the socket
-        stays readable.
+        stays readable. The end of the connection is only read once no data is left, so an earlier call has
+        yielded the last lines. If the caller stops early, the remaining lines stay for the next call, but are
+        dropped if that call reads the end.
         """
         self._read()
         while not self.error:

@@ -36,9 +36,14 @@ PROGRESS_S = 10.0
 # Seconds between two checks of the nodes that have joined and are waiting.
 CHECK_S = 0.5
 # Largest number of characters for the names of missing nodes in one message. If they need more, the message
-# names only the first `MAX_SHOWN` nodes.
-MAX_NAMES = 400
-MAX_SHOWN = 32
+# names only the first `MAX_NAMED_NODES` nodes.
+MAX_NAMES_CHARACTERS = 400
+MAX_NAMED_NODES = 32
+# Number of times that the head reads the old connection of a node that has restarted. The first read may only
+# return earlier data, and the next ones the end of the connection.
+END_READS = 3
+# Stands for the rank of a node whose rank another node has already. It is no rank of a run.
+NO_RANK = -1
 # Seconds that a run with spares waits for a further node after the last one has joined.
 #
 # The nodes of a job start seconds apart. Pods may start further apart, since each node pulls the image first.
@@ -121,18 +126,25 @@ class _RollCallHead:
         self._wait_for_nodes(start)
         warnings = [*compare_software(self.placement, self.nodes), *self._test_network()]
         port = self._choose_torchrun_port()
-        # In a run with spares, some nodes may be missing, but torchrun allows no gaps in the ranks. So nodes
-        # 0, 2 and 3, for example, get the numbers 0, 1 and 2.
-        new_numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
-        self.server.renumber(new_numbers)  # before `_send_starts`, which uses the new numbers
-        nodes = {number: self.nodes[rank] for rank, number in new_numbers.items()}
+        nodes = self._renumber_nodes()  # before `_send_starts`, which uses the new numbers
         self._send_starts(nodes)
         self.roll_call.log(f"roll call: {self._count_present()} in {time.monotonic() - start:.1f} s")
-        placement = self.placement.numbered(len(nodes), 0)
-        # All nodes have just reached the head by this address, so the run uses it.
-        if self.roll_call.all_reach_head and None not in self.probe_ports.values():
+        placement = self.placement.numbered(nnodes=len(nodes), node_rank=0)
+        all_nodes_have_ports = None not in self.probe_ports.values()
+        if self.roll_call.all_reach_head and all_nodes_have_ports:
+            # All nodes have just reached the head by this address in the network test, so the run uses it.
             placement = dataclasses.replace(placement, head=nodes[0].address)
         return HeadSession(placement, port, warnings, self.server, nodes)
+
+    def _renumber_nodes(self) -> dict[int, NodeInfo]:
+        """Give the nodes new numbers without gaps in the server, and return the nodes by these numbers.
+
+        In a run with spares, some nodes may be missing, but torchrun allows no gaps in the ranks. So nodes 0,
+        2 and 3, for example, get the numbers 0, 1 and 2.
+        """
+        ranks = sorted(self.nodes)
+        self.server.renumber({rank: number for number, rank in enumerate(ranks)})
+        return {number: self.nodes[rank] for number, rank in enumerate(ranks)}
 
     def _test_network(self) -> tuple[str, ...]:
         """Let the nodes test the network between them, and return warnings about missing results.
@@ -272,23 +284,28 @@ class _RollCallHead:
         NoPlan : the node expects another number of nodes, or another node has its rank already.
         """
         rank = request.node_rank
-        # A node that was restarted connects again with the same rank. Its old connection has ended, but the
-        # head only notices that when it reads from it. Earlier data may come first, so read up to three
-        # times.
-        for _ in range(3):
-            if rank in self.server:
-                self.server.receive()
-        self._remove_lost_nodes()
+        self._drop_ended_connection(rank)
         previous = self.nodes.get(rank)
         # If a check fails, `meet_nodes` sends the error to all nodes that were added. So add this node before
-        # the checks. If another node has its rank, use the rank -1 for it, which no node has.
-        self.server.add_node(rank if previous is None else -1, peer)
+        # the checks.
+        self.server.add_node(rank if previous is None else NO_RANK, peer)
         self._refuse_other_layout(request, previous)
         self.nodes[rank] = request.node
         self.probe_ports[rank] = request.probe
         self._last_join = time.monotonic()
         # The heartbeat shows the node that it has reached the head, and not some other service.
         self.server.send(rank, messages.Heartbeat())
+
+    def _drop_ended_connection(self, rank: int) -> None:
+        """Remove the node with rank `rank` if its connection has ended, as when the node was restarted.
+
+        The head only notices the end when it reads from the connection. Each read may also return messages of
+        other nodes, which need no reaction before the start.
+        """
+        for _ in range(END_READS):
+            if rank in self.server:  # `receive` removes the node once it reads the end
+                self.server.receive()
+        self._remove_lost_nodes()
 
     def _refuse_other_layout(self, request: JoinRequest, previous: NodeInfo | None) -> None:
         """Raise NoPlan if a node requests a rank that does not exist, or that another node already has.
@@ -339,9 +356,9 @@ class _RollCallHead:
         """
         ranks = [rank for rank in range(self.placement.nnodes) if rank not in self.nodes]
         names = self._describe_nodes(ranks)
-        if len(names) <= MAX_NAMES:
+        if len(names) <= MAX_NAMES_CHARACTERS:
             return names
-        return f"{self._describe_nodes(ranks[:MAX_SHOWN])} and {len(ranks) - MAX_SHOWN} more"
+        return f"{self._describe_nodes(ranks[:MAX_NAMED_NODES])} and {len(ranks) - MAX_NAMED_NODES} more"
 
     def _describe_nodes(self, ranks: list[int]) -> str:
         """Return the names of nodes as one text, such as ``nodes 1-2,5 of 8 (node[01-02,05])``.

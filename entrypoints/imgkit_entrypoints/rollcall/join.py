@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.rollcall import messages, ports, probe, session
 from imgkit_entrypoints.rollcall.connection import Connection, Handshake
-from imgkit_entrypoints.rollcall.session import MemberSession, node_name, wait
+from imgkit_entrypoints.rollcall.session import MemberSession, node_name, wait_readable
 from imgkit_entrypoints.schedulers.placement import Placement
 
 # Longest time in seconds for one attempt to connect to the head.
@@ -159,11 +159,12 @@ def _send_request(roll_call: RollCall, connection: Connection, deadline: float) 
 def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float) -> MemberSession | None:
     """Follow the head's requests until it starts the run, and return the session.
 
-    Return None if the head stops answering.
+    `deadline` is the time until which the head must send its first message. Return None if the head stops
+    answering.
 
     Raises
     ------
-    NoPlan : the head refuses this node or the whole run.
+    NoPlan : the head refuses this node or the whole run, or this node was asked to stop.
     """
     while True:
         lines = _wait_for_lines(roll_call, connection, deadline)
@@ -173,19 +174,37 @@ def _wait_for_start(roll_call: RollCall, connection: Connection, deadline: float
         # lost only if these stop.
         deadline = time.monotonic() + session.LOST_AFTER_S
         while lines:
-            match connection.decode(lines.pop(0)):
-                case None:  # not a message: the error of the connection ends the wait in the next round
-                    break
-                case messages.Refused() as refusal:
-                    raise NoPlan(refusal.what, where=refusal.where, hint=refusal.hint)
-                case messages.ProbeRequest() as request:  # the network test; it takes some seconds
-                    connection.send(probe.run_request(request, roll_call.open_port))
-                case messages.RunStart() as start:
-                    run_placement = roll_call.placement.numbered(start.nnodes, start.node_rank)
-                    # `lines` now contains the messages after the start, which belong to the session.
-                    return MemberSession(run_placement, connection, lines, host_index=start.host_index)
+            message = connection.decode(lines.pop(0))
+            if message is None:  # the error of the connection ends the wait in the next round
+                break
+            start = _handle_message(roll_call, connection, message)
+            if start is not None:
+                run_placement = roll_call.placement.numbered(start.nnodes, start.node_rank)
+                # `lines` now contains the messages after the start, which belong to the session.
+                return MemberSession(run_placement, connection, lines, host_index=start.host_index)
         if time.monotonic() - connection.last_sent >= session.BEAT_S:
             connection.send(messages.Heartbeat())
+
+
+def _handle_message(
+    roll_call: RollCall, connection: Connection, message: messages.Message
+) -> messages.RunStart | None:
+    """React to one message of the head. Return the message if it starts the run, and None otherwise.
+
+    Heartbeats need no reaction.
+
+    Raises
+    ------
+    NoPlan : the head refuses this node or the whole run.
+    """
+    match message:
+        case messages.Refused():
+            raise NoPlan(message.what, where=message.where, hint=message.hint)
+        case messages.ProbeRequest():  # the network test, which takes some seconds
+            connection.send(probe.run_request(message, roll_call.open_port))
+        case messages.RunStart():
+            return message
+    return None
 
 
 def _shake_hands(
@@ -227,6 +246,6 @@ def _wait_for_lines(roll_call: RollCall, connection: Connection, deadline: float
     lines = list(connection.receive_lines())
     while not lines and not connection.error and time.monotonic() < deadline:
         roll_call.refuse_if_stopped()
-        wait([connection], RETRY_S)
+        wait_readable([connection], RETRY_S)
         lines = list(connection.receive_lines())
     return lines

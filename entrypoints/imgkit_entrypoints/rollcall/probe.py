@@ -16,7 +16,7 @@ import struct
 import termios
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from imgkit_entrypoints.errors import NoPlan
@@ -29,6 +29,9 @@ from imgkit_entrypoints.rollcall.server import Server
 SIZES = (64, 1200, 1400, 2000, 4000, 9000)
 # Node rank of the head, the node that leads the test.
 HEAD = 0
+# Sizes of headers in bytes. That of TCP includes the time stamps that Linux adds.
+TCP_HEADER_BYTES = 32
+ICMP_HEADER_BYTES = 8
 # Largest number of nodes that connect to one node.
 PARTNERS = 3
 # Size of the receive buffer, which holds the largest burst several times. By default, the kernel would keep
@@ -98,19 +101,20 @@ class OpenPort:
 
 @contextlib.contextmanager
 def open_port(address: str, interface: str) -> Iterator[OpenPort]:
-    """Open a port of this node on `address` until the ``with`` block ends.
+    """Open a port of this node on `address` for the network test, until the ``with`` block ends.
 
-    If `address` is empty or cannot be used, no port is opened. The `offer` of the result is then None, and
-    the node takes no part in the test.
+    In the test, the nodes send data to each other's ports. If `address` is empty or cannot be used, no port
+    is opened. The `offer` of the result is then None, and the node takes no part in the test.
     """
     listener = socket.socket(_choose_family(address))
     listener.setblocking(False)
     offer = None
-    with contextlib.suppress(OSError):
-        # Nobody reads the data, so the kernel keeps it. This limits how much memory a stranger can fill.
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
-        if address:
-            listener.bind((address, 0))
+    if address:
+        with contextlib.suppress(OSError):  # any error means that the address cannot be used
+            # Nobody reads the data that other nodes send, so the kernel keeps it for each connection. This
+            # limits how much memory a stranger can fill.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
+            listener.bind((address, 0))  # 0: the kernel chooses the port
             listener.listen(ports.BACKLOG)  # in a large run, many nodes may connect to the head
             _, port, *_ = listener.getsockname()
             offer = ProbePort(address=address, interface=interface, port=port)
@@ -214,13 +218,9 @@ class _ProbeResults:
             if HEAD in self.targets[rank]:
                 self.failures.append(PairFailure(rank, silence))
 
-    def failures_without(self, ranks: Collection[int]) -> list[PairFailure]:
+    def failures_without(self, ranks: set[int]) -> list[PairFailure]:
         """Return the failed tests, except those from or to a node in `ranks`."""
-        remaining_failures = []
-        for pair in self.failures:
-            if pair.sender not in ranks and pair.failure.target not in ranks:
-                remaining_failures.append(pair)
-        return remaining_failures
+        return [pair for pair in self.failures if ranks.isdisjoint((pair.sender, pair.failure.target))]
 
 
 def _choose_targets(
@@ -360,8 +360,8 @@ def _wait_for_arrival(sock: socket.socket, deadline: float) -> None:
 
 
 def _count_header_bytes(address: str) -> int:
-    """Return the size in bytes of the IP and TCP headers, including the TCP time stamps that Linux adds."""
-    return 72 if ":" in address else 52
+    """Return the size in bytes of the IP and TCP headers of a packet to an IPv6 or IPv4 address."""
+    return TCP_HEADER_BYTES + (40 if ":" in address else 20)
 
 
 def network_error(
@@ -407,16 +407,19 @@ def network_error(
 
 
 def _make_mtu_hint(failure: ProbeFailure, offer: ProbePort) -> str:
-    """Return the hint for a network that loses large packets."""
-    headers = _count_header_bytes(offer.address)
-    # The headers of ping are smaller: ICMP has 8 bytes, and TCP has 32. So the payload of ping has 24 bytes
-    # more.
-    payload = failure.packet - headers + 24
-    # The hint suggests the size of the largest burst that has arrived, with its headers, as the MTU.
+    """Return the hint for a network that loses large packets.
+
+    It contains a ping whose packets are as large as the ones that were lost, and an MTU with which packets
+    are as small as the largest ones that have arrived.
+    """
+    header_bytes = _count_header_bytes(offer.address)  # IP and TCP
+    ping_header_bytes = header_bytes - TCP_HEADER_BYTES + ICMP_HEADER_BYTES  # IP and ICMP
+    ping_payload_bytes = failure.packet - ping_header_bytes
+    mtu_bytes = failure.arrived + header_bytes
     return (
         f"a path MTU black hole: a switch or tunnel drops packets of {failure.packet} B without a report. "
-        f"To see it: ping -c 3 -M do -s {payload} {offer.address}. Raise the MTU of the path, or lower "
-        f"it on all nodes: sudo ip link set dev {offer.interface} mtu {failure.arrived + headers}"
+        f"To see it: ping -c 3 -M do -s {ping_payload_bytes} {offer.address}. Raise the MTU of the path, or "
+        f"lower it on all nodes: sudo ip link set dev {offer.interface} mtu {mtu_bytes}"
     )
 
 

@@ -56,15 +56,15 @@ def find_secret(option: str | None, env: Mapping[str, str], *, shared_home: bool
     path = _find_path(option, env, shared_home=shared_home)
     if path is None:
         return None
-    if not option and path == MOUNTED:
-        # Kubernetes mounts the Secret as a link into a folder that it may replace. `read_secret` refuses
+    if option:  # the file must exist, so `read_secret` reports its absence
+        return read_secret(path)
+    if path == MOUNTED:
+        # Kubernetes mounts its Secret as a link into a folder that it may replace. `read_secret` refuses
         # links, but this link is safe, since only root can create it.
         return read_secret(path.resolve())
-    # A file that the user has named must exist, so `read_secret` reports its absence. The file in the home
-    # folder is created if it is missing.
-    if option or os.path.lexists(path) or _make_secret(path):
-        return read_secret(path)
-    return None
+    # What remains is the file in the home folder, which may have to be created.
+    exists = os.path.lexists(path) or _make_secret(path)
+    return read_secret(path) if exists else None
 
 
 def describe_source(option: str | None, env: Mapping[str, str], *, shared_home: bool) -> str:
@@ -87,9 +87,12 @@ def _find_path(option: str | None, env: Mapping[str, str], *, shared_home: bool)
     """
     if option:
         return Path(option)
+    # This follows links, because Kubernetes mounts the Secret as a link.
     if os.path.exists(MOUNTED):  # noqa: PTH110 - Path.exists raises an error if a folder cannot be entered
         return MOUNTED
     path = home_file(env)
+    # A link to nowhere counts as a file here, so that `read_secret` reports it. Otherwise the run would start
+    # without a secret.
     if path is not None and (shared_home or os.path.lexists(path)):
         return path
     return None
@@ -174,7 +177,8 @@ def _find_access_problem(descriptor: int, path: Path) -> tuple[str, str] | None:
         return "it is not a regular file", f"name a file; to make one: {MAKE.format(file='FILE')}"
     trusted_users = {0, user}
     if user == 0:
-        # In a container, root may read the file of the user who started the job.
+        # In a container, root may read the file of the user who started the job. That user owns the folder of
+        # the file, and could replace the file there anyway.
         trusted_users.add(path.parent.stat().st_uid)
     if status.st_uid not in trusted_users:
         problem = f"it belongs to user {status.st_uid}, not to you ({user})"

@@ -163,14 +163,14 @@ class Server:
         self._add_stranger(peer)
         self._send_refusal(peer, refusal)
 
-    def renumber(self, ranks: Mapping[int, int]) -> None:
-        """Give each node a new rank. `ranks` contains the new ranks by the old ones.
+    def renumber(self, new_ranks: Mapping[int, int]) -> None:
+        """Give each node a new rank. The keys of `new_ranks` are the old ranks.
 
         The head calls this once, after the roll call. If some nodes are missing, their ranks are gaps, which
         the new ranks do not have.
         """
-        self._nodes = {ranks[rank]: peer for rank, peer in self._nodes.items()}
-        self.lost = {ranks[rank]: reason for rank, reason in self.lost.items()}
+        self._nodes = {new_ranks[old_rank]: peer for old_rank, peer in self._nodes.items()}
+        self.lost = {new_ranks[old_rank]: reason for old_rank, reason in self.lost.items()}
         for rank, peer in self._nodes.items():
             peer.rank = rank
 
@@ -275,7 +275,7 @@ class Server:
                 continue
             request = self._read_or_refuse_request(peer, line)
             if request is not None:
-                # Stop reading here. Later messages stay in the socket until the caller has added the node.
+                # The caller adds the node. Until then, lines after the request stay in the connection.
                 del self._strangers[peer]
                 self._selector.unregister(peer)
                 self.joining.append((peer, request))
@@ -319,17 +319,11 @@ class Server:
         Without a secret, the request is the first line. With a secret, it follows the head's answer to the
         handshake, and is signed with the secret.
         """
-        handshake = peer.handshake
-        if handshake is None and line.startswith(b"imgkit-join "):
+        if peer.handshake is None and line.startswith(b"imgkit-join "):
             self._send_refusal(peer, Refused(what="this node has a secret, and the head starts without one"))
             return None
-        request = None
-        # `verify` returns None if the signature is wrong. Nothing of such a line may be used.
-        unsigned_line = handshake.verify(line) if handshake else line
-        if unsigned_line is not None:
-            request = peer.decode(unsigned_line)
-        # The signature covers the rank of the handshake, so a node must not ask for another rank.
-        if not isinstance(request, JoinRequest) or (handshake and handshake.node_rank != request.node_rank):
+        request = _decode_request(peer, line)
+        if request is None:
             peer.error = FOREIGN
             return None
         if request.job != self._job_id:
@@ -359,3 +353,21 @@ class Server:
             self._log(f"roll call: {report}; ignored; further ones are not reported")
         else:
             self._log(f"roll call: {report}; ignored")
+
+
+def _decode_request(peer: HeadConnection, line: bytes) -> JoinRequest | None:
+    """Return the request to join in a line, or None if the line is no request that `peer` may send.
+
+    After a handshake, the request must be signed with the secret, and must be for the rank that the peer has
+    named in the handshake.
+    """
+    handshake = peer.handshake
+    unsigned_line = handshake.verify(line) if handshake else line
+    if unsigned_line is None:  # the signature is wrong, so nothing of the line may be used
+        return None
+    request = peer.decode(unsigned_line)
+    if not isinstance(request, JoinRequest):
+        return None
+    if handshake and handshake.node_rank != request.node_rank:
+        return None
+    return request

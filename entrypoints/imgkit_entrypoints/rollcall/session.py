@@ -25,7 +25,7 @@ from imgkit_entrypoints.rollcall.messages import (
     Order,
     Positions,
 )
-from imgkit_entrypoints.rollcall.server import Server
+from imgkit_entrypoints.rollcall.server import HeadConnection, Server
 
 if TYPE_CHECKING:
     from imgkit_entrypoints.schedulers.placement import Placement
@@ -68,13 +68,13 @@ def node_name(placement: Placement, rank: int, host: str = "") -> str:
 
 
 class Readable(Protocol):
-    """Anything with a descriptor for which `wait` can wait."""
+    """Anything with a descriptor for which `wait_readable` can wait."""
 
     def fileno(self) -> int:
         """Return the descriptor, or a negative number if it is closed."""
 
 
-def wait(sources: Iterable[Readable], seconds: float) -> list[Readable]:
+def wait_readable(sources: Iterable[Readable], seconds: float) -> list[Readable]:
     """Wait up to `seconds` until one of `sources` has data to read, and return the sources that have."""
     # select.select supports descriptors only up to 1023, and epoll costs more for a few descriptors.
     poll = select.poll()
@@ -166,11 +166,11 @@ class HeadSession(_Session):
         self._has_new_reports = False
         """True if a node has reported the end of its attempt or a measurement, or was lost, since `poll`."""
         self._phases: dict[int, str] = {}
-        self._positions: dict[int, Positions] = {}
+        self._positions_of_others: dict[int, Positions] = {}
+        """Positions of the workers of each other node, by number, from its latest heartbeat."""
         self._forwarded_stops: set[tuple[int, bool]] = set()
         """Stop orders that were forwarded, as pairs of the node and of `requeue`."""
         self._next_read_at = self._next_beat_check_at = time.monotonic()
-        self._read_pause_s = READ_PAUSE_S * min(1.0, placement.nnodes / MANY)
 
     @property
     def alive(self) -> tuple[int, ...]:
@@ -193,22 +193,24 @@ class HeadSession(_Session):
         # With an event or a new report, the caller has work to do, so there is no wait.
         while not self._events and not self._has_new_reports:
             ready = self._wait_once(sources, deadline)
-            if self._server in ready or time.monotonic() >= self._next_beat_check_at:
-                self._receive_messages()
-            if any(source in ready for source in sources) or time.monotonic() >= deadline:
+            are_heartbeats_due = time.monotonic() >= self._next_beat_check_at
+            if self._server in ready or are_heartbeats_due:
+                self._receive_messages()  # this may add events and reports, and sends heartbeats
+            has_source_data = any(source in ready for source in sources)
+            if has_source_data or time.monotonic() >= deadline:
                 return
 
     def _wait_once(self, sources: Collection[Readable], deadline: float) -> list[Readable]:
         """Wait for data from `sources` and the other nodes, but only until the next heartbeat is due.
 
-        Return the sources that have data to read. Until `_next_read_at`, the other nodes are ignored, so that
-        their messages collect and one read gets many of them.
+        Return the sources that have data to read. Until `_next_read_at`, which `_receive_messages` sets after
+        each read, the other nodes are ignored. So their messages collect, and one read gets many of them.
         """
         now = time.monotonic()
-        wake_up = min(deadline, self._next_beat_check_at)
+        wake_up_at = min(deadline, self._next_beat_check_at)
         if now < self._next_read_at:
-            return wait(sources, min(wake_up, self._next_read_at) - now)
-        return wait([*sources, self._server], wake_up - now)
+            return wait_readable(sources, min(wake_up_at, self._next_read_at) - now)
+        return wait_readable([*sources, self._server], wake_up_at - now)
 
     def poll(self) -> list[Event]:
         """Read messages, send heartbeats, and return the events since the last call.
@@ -275,7 +277,7 @@ class HeadSession(_Session):
         self.previous_failures, self.failures = self.failures, []
         self.reports = {}
         self._phases = {}
-        self._positions = {}
+        self._positions_of_others = {}
         self.run_positions = None
 
     def close(self) -> None:
@@ -288,27 +290,34 @@ class HeadSession(_Session):
         for number, message in self._server.receive():
             self._handle(number, message)
         while self._server.joining:
-            self._refuse_late_node()
+            peer, _ = self._server.joining.pop()
+            self._refuse_late_node(peer)
         now = time.monotonic()
-        self._next_read_at = now + self._read_pause_s
-        # Strangers are connections that may not belong to the run. They must not wake this process all the
-        # time.
-        if self._server.has_strangers:
-            self._next_read_at = now + STRANGERS_PAUSE_S
+        self._next_read_at = now + self._choose_read_pause_s()
         if now >= self._next_beat_check_at:
+            # A node gets a heartbeat only if it is due, so there are several checks in the time between two.
             self._next_beat_check_at = now + beat_s(self.lost_after_s) / LOOKS_PER_BEAT
             self._send_heartbeats()
         self._has_new_reports |= len(self.lost) > lost_before
 
+    def _choose_read_pause_s(self) -> float:
+        """Return for how many seconds messages collect before the next read.
+
+        Waking this process costs more than reading a message, so the pause grows with the number of nodes.
+        Strangers, which are connections that may not belong to the run, must not wake it all the time.
+        """
+        if self._server.has_strangers:
+            return STRANGERS_PAUSE_S
+        return READ_PAUSE_S * min(1.0, self.placement.nnodes / MANY)
+
     def _send_heartbeats(self) -> None:
         """Send heartbeats with the positions (steps) of the slowest and the furthest worker of the run."""
-        positions = list(self._positions.values())
-        if self.positions:
-            positions.append(self.positions)
-        # `_positions` contains the positions of the other nodes, and `positions` those of this node.
+        node_positions = list(self._positions_of_others.values())
+        if self.positions:  # those of the workers on this node
+            node_positions.append(self.positions)
         self.run_positions = None
-        if positions:
-            slowest, furthest = zip(*positions, strict=True)
+        if node_positions:
+            slowest, furthest = zip(*node_positions, strict=True)
             self.run_positions = min(slowest), max(furthest)
         heartbeat = messages.Heartbeat(positions=self.run_positions)
         self._server.send_heartbeats(
@@ -324,9 +333,9 @@ class HeadSession(_Session):
         match message:
             case messages.Heartbeat():
                 self._phases[number] = message.phase
-                self._positions.pop(number, None)
+                self._positions_of_others.pop(number, None)
                 if message.positions:
-                    self._positions[number] = message.positions
+                    self._positions_of_others[number] = message.positions
             case messages.MeasureResult():
                 self.measurements[number] = message
                 self._has_new_reports = True
@@ -353,23 +362,25 @@ class HeadSession(_Session):
 
     def _forward_stop(self, number: int, message: messages.StopOrder) -> None:
         """Forward a node's stop order to all other nodes. That node has already been stopped by its agent."""
-        if (number, message.requeue) in self._forwarded_stops:
+        stop = (number, message.requeue)
+        if stop in self._forwarded_stops:
             return
-        self._forwarded_stops.add((number, message.requeue))
+        self._forwarded_stops.add(stop)
         order = dataclasses.replace(message, node=self.node_name(number))
         self._server.send_all(order, except_rank=number)
         if number != 0:  # 0: the head's own agent has reported the stop, and reacts to it by itself
             self._events.append(order)
 
-    def _refuse_late_node(self) -> None:
+    def _refuse_late_node(self, peer: HeadConnection) -> None:
         """Refuse a node that asks to join after the start of the run, since nodes are already numbered."""
-        if self.placement.size:
+        has_spares = self.placement.size is not None  # such a run may have started without all its nodes
+        if has_spares:
             problem = f"the run has started with {self.placement.nnodes} nodes, and no node can join it later"
+            # 30 s is `gather.LAST_CALL_S`.
             hint = "start it with the others: the head waits 30 s for one more than it has"
         else:
             problem = "all nodes of this run have joined already"
             hint = "it may be started twice on this host: pbsdsh starts it once per line of the node file"
-        peer, _ = self._server.joining.pop()
         self._server.refuse(peer, messages.Refused(what=problem, where=self.host(0), hint=hint))
 
 
@@ -400,27 +411,28 @@ class MemberSession(_Session):
     def wait(self, sources: Collection[Readable], seconds: float) -> None:
         """Wait up to `seconds` until one of `sources` has data to read, or until there may be an event."""
         if self._is_over:
-            wait(sources, seconds)
+            wait_readable(sources, seconds)
         elif not self._lines:  # with lines that were not handled yet, there are events already
-            wait([*sources, self._connection], seconds)
+            wait_readable([*sources, self._connection], seconds)
 
     def poll(self) -> list[Event]:
         """Read messages, send a heartbeat if it is due, and return the events since the last call.
 
-        Once the connection has ended, the last event is `HeadLost`, and later calls return no events.
+        If the head is lost, the last event is `HeadLost`. After that, or after the head has ended the run,
+        later calls return no events.
         """
         if self._is_over:
             return []
         self._lines += self._connection.receive_lines()
-        # `_read_events` may set `_is_over`. The last orders of the head are read before its loss is noticed.
-        events = self._read_events()
+        events = self._read_events()  # before the loss is noticed, since the last orders of the head count
         self._send_heartbeat()
         loss_reason = self._find_loss_reason()
+        has_run_ended = any(isinstance(event, messages.EndRun) for event in events)
         # After the end of the run, the head closes the connection, which is no loss.
-        if loss_reason and not self._is_over:
-            self._is_over = True
+        if loss_reason and not has_run_ended:
             events.append(messages.HeadLost(node=self.node_name(0), reason=loss_reason))
-        if self._is_over:
+        if loss_reason or has_run_ended:
+            self._is_over = True
             self._connection.close()
         return events
 
@@ -457,15 +469,13 @@ class MemberSession(_Session):
         events: list[Event] = []
         while self._lines:
             message = self._connection.decode(self._lines.pop(0))
-            if message is None:
+            if message is None:  # no message of imgkit: `decode` has set the connection's error
                 break
             # Heartbeats are no events. They carry the positions (steps) of the slowest and furthest worker.
             if isinstance(message, messages.Heartbeat):
                 self.run_positions = message.positions
             elif isinstance(message, Order):
                 events.append(message)
-            if isinstance(message, messages.EndRun):
-                self._is_over = True
             if isinstance(message, messages.PreflightEnd):
                 # The preflight drops events of other kinds. An order to start the first attempt may follow
                 # at once, and must stay for the code that handles attempts.

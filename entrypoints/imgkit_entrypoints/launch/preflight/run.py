@@ -13,13 +13,14 @@ import itertools
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import CheckFailed, NoPlan
+from imgkit_entrypoints.launch.attempts import HEAD
 from imgkit_entrypoints.launch.command_process import CommandProcess
 from imgkit_entrypoints.launch.preflight.verdict import LinkResult, NodeResult, Report, judge, pair_up
 from imgkit_entrypoints.launch.stop_protocol import CollectedSignals
@@ -33,8 +34,10 @@ from imgkit_entrypoints.rollcall.messages import (
     Refused,
     StopOrder,
 )
-from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session, wait
+from imgkit_entrypoints.rollcall.session import HeadSession, Readable, Session, wait_readable
 
+# Number of the stage in which each node measures itself. The rounds of pairs are the stages after it.
+ALONE_STAGE = 0
 ROUNDS = 3
 """Number of rounds in which pairs of nodes measure the link between them.
 
@@ -83,7 +86,7 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
     CheckFailed : more nodes are outliers (slow or broken) than the run has spares.
     NoPlan : a stop was requested, or the head is lost.
     """
-    # The head (the node with rank 0) leads, and all other nodes follow. See `_Leader` and `_follow`.
+    # The head (the node with rank 0) leads, and all other nodes measure what it requests.
     placement = session.placement
     env = {
         **config.env,
@@ -96,15 +99,17 @@ def run_preflight(session: Session, config: PreflightConfig) -> tuple[int, ...]:
     try:
         if isinstance(session, HeadSession):
             return _Leader(session, process, config).lead()
-        return _follow(session, process, config)
+        return _measure_for_head(session, process, config)
     finally:
         process.close()
 
 
-def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig) -> tuple[int, ...]:
+def _measure_for_head(
+    session: Session, process: MeasuringProcess, config: PreflightConfig
+) -> tuple[int, ...]:
     """Measure what the head requests, and return the numbers of the nodes that the head excludes.
 
-    Every node except the head runs this function.
+    Every node except the head runs this function. The loop ends when the head ends the preflight.
 
     Raises
     ------
@@ -112,7 +117,7 @@ def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig
     NoPlan : a stop was requested, or the head is lost.
     """
     while True:
-        for event in _exchange_messages(session, process, config):
+        for event in _receive_events(session, process, config):
             match event:
                 case PreflightEnd():
                     return event.left_out
@@ -120,35 +125,47 @@ def _follow(session: Session, process: MeasuringProcess, config: PreflightConfig
                     raise CheckFailed(event.what, where=event.where, hint=event.hint)
                 case HeadLost():
                     raise NoPlan(f"lost {event.node} during the preflight: {event.reason}")
+        _report_own_events(session, process, config)
 
 
-def _exchange_messages(
+def _receive_events(
     session: Session, process: MeasuringProcess, config: PreflightConfig, sources: Sequence[Readable] = ()
-) -> Iterator[Event]:
-    """Wait up to `TICK_S` for messages from the head, this node's measuring process or `sources`, and react.
+) -> list[Event]:
+    """Wait up to `TICK_S` for messages from other nodes, this node's measuring process or `sources`.
 
-    Requests to measure are passed to `process`, and the results of `process` are passed to the head. All
-    other events are yielded to the caller. This is a generator: results are passed on, and stops are noticed,
-    only if the caller reads all events.
+    Requests to measure are passed to `process`. Return all other events.
 
     Raises
     ------
-    NoPlan : a stop was requested on this or another node.
+    NoPlan : a stop was requested on another node.
     """
     session.wait([*process.sources, *sources, config.signals], TICK_S)
+    events: list[Event] = []
     for event in session.poll():
         if isinstance(event, MeasureRequest):
             process.request(event)
         elif isinstance(event, StopOrder):
             raise NoPlan(f"stopped during the preflight: {event.reason} on {event.node}")
         else:
-            yield event
-    answer = process.next_answer()
+            events.append(event)
+    return events
+
+
+def _report_own_events(session: Session, process: MeasuringProcess, config: PreflightConfig) -> None:
+    """Report what has happened on this node: a new result of its measuring process, or a stop signal.
+
+    The head gets the result, and all nodes get an order to stop.
+
+    Raises
+    ------
+    NoPlan : this node has received a stop signal.
+    """
+    answer = process.take_answer()
     if answer:
         session.report(answer)
-    config.signals.drain()  # else the descriptor stays readable, and the next `wait` returns at once
+    config.signals.drain()  # else the descriptor stays readable, and the next wait returns at once
     signal_name = config.signals.first_name()
-    if signal_name:  # the scheduler or the user wants the job to stop, so tell all other nodes
+    if signal_name:
         session.report(StopOrder(reason=signal_name))
         raise NoPlan(f"stopped during the preflight by {signal_name}")
 
@@ -166,8 +183,6 @@ class _Leader:
         for rank in range(session.placement.nnodes):
             self._nodes[rank] = NodeResult(rank=rank, host=self._host(rank))
         self._link_results: list[LinkResult] = []
-        self._stage_answers: dict[int, MeasureResult] = {}
-        """Answers in the current stage, by rank."""
 
     def lead(self) -> tuple[int, ...]:
         """Lead all nodes through the stages of the preflight, judge them, and send them the result.
@@ -189,11 +204,12 @@ class _Leader:
     def _measure_nodes(self) -> None:
         """Let each node measure itself, and store the figures and errors in `_nodes`.
 
-        This is stage 0 of the preflight. A node with an error takes no part in later stages.
+        A node with an error could not measure at all, and takes no part in later stages. A node with failed
+        checks of dist-doctor (`failed`) still does.
         """
         self._config.log(f"preflight: each node measures itself, up to {ALONE_S} s")
-        self._measure_groups(0, [(rank,) for rank in self._nodes], ALONE_S)
-        for rank, answer in self._stage_answers.items():
+        groups = [(rank,) for rank in self._nodes]
+        for rank, answer in self._measure_groups(ALONE_STAGE, groups, ALONE_S).items():
             self._nodes[rank] = replace(
                 self._nodes[rank],
                 matmul_TFLOPs=dict(answer.figures).get("matmul"),
@@ -213,14 +229,16 @@ class _Leader:
         for round_index in range(min(ROUNDS, all_rounds)):
             # `pair_up` gets all nodes, including those that dropped out. Otherwise two nodes could meet
             # twice.
-            pairs = self._keep_complete_pairs(pair_up(nnodes, round_index))
+            pairs = self._select_complete_pairs(pair_up(nnodes, round_index))
             self._config.log(f"preflight: pairs of nodes measure the network, up to {PAIR_S} s")
-            self._measure_groups(round_index + 1, pairs, PAIR_S)
+            stage = ALONE_STAGE + 1 + round_index
+            answers = self._measure_groups(stage, pairs, PAIR_S)
             # A node may have dropped out in this round. The result of its pair then says nothing about its
             # partner.
-            self._link_results += [self._make_link_result(pair) for pair in self._keep_complete_pairs(pairs)]
+            for pair in self._select_complete_pairs(pairs):
+                self._link_results.append(_make_link_result(pair, answers))
 
-    def _keep_complete_pairs(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def _select_complete_pairs(self, pairs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         """Return the pairs in which both nodes still take part."""
         failed_ranks = self._find_failed_ranks()
         return [pair for pair in pairs if failed_ranks.isdisjoint(pair)]
@@ -236,22 +254,21 @@ class _Leader:
         """
         verdict = judge(list(self._nodes.values()), self._link_results)
         excluded = tuple(sorted(node.rank for node in verdict.excluded))
-        # No spare can replace the head (rank 0), because all nodes are connected to it.
-        # If the preflight has not passed, the run does not start, so it leaves out no node.
-        passed = len(excluded) <= self._config.spares and 0 not in excluded
+        # No spare can replace the head, because all nodes are connected to it.
+        can_replace_excluded = len(excluded) <= self._config.spares and HEAD not in excluded
         report = Report(
             verdict=verdict,
             seconds=seconds,
-            left_out=excluded if passed else (),
-            passed=passed,
+            left_out=excluded if can_replace_excluded else (),  # a run that does not start leaves out no node
+            passed=can_replace_excluded,
             scheduler=self._session.placement.scheduler,
         )
         self._config.log("preflight", *report.table())
         self._save(report)  # before an error is raised, since the user needs the report then
-        if not passed:
+        if not report.passed:
             error = _make_outlier_error(report)
-            # The other nodes wait for the result in `_follow`. Without this message, they would report a lost
-            # head, and not the reason.
+            # The other nodes wait for the result. Without this message, they would report a lost head, and
+            # not the reason.
             self._session.send_all(Refused.from_error(error))
             raise error
         self._session.send_all(PreflightEnd(left_out=excluded))
@@ -266,70 +283,69 @@ class _Leader:
         except OSError as error:
             self._config.log(f"warning: {self._config.folder / FILE}: {error.strerror}")
 
-    def _measure_groups(self, stage: int, groups: Sequence[tuple[int, ...]], limit_s: int) -> None:
-        """Let all groups of nodes measure at the same time, and collect their answers.
+    def _measure_groups(
+        self, stage: int, groups: Sequence[tuple[int, ...]], limit_s: int
+    ) -> dict[int, MeasureResult]:
+        """Let all groups of nodes measure at the same time, and return their answers by rank.
 
-        A node that does not answer in time gets an error, and takes no part in later stages.
+        A node that does not answer in time gets an answer with an error. If a node cannot measure anything
+        more, it drops out: its error is stored in `_nodes`, and it takes no part in later stages. A lost node
+        may have no answer.
 
         Parameters
         ----------
-        stage : number of the stage. In stage 0, each node is alone. Later stages are rounds of pairs.
+        stage : number of the stage. In `ALONE_STAGE`, each node is alone. Later stages are rounds of pairs.
         groups : ranks of the nodes that measure together.
         limit_s : time limit of the stage in seconds.
         """
-        self._stage_answers = {}  # before any request is sent, so that no answer of this stage is dropped
         for group in groups:
             request = MeasureRequest(stage=stage, limit_s=limit_s, group=group, store=self._store_port)
             for rank in group:
                 self._session.send(rank, request)
         ranks = set(itertools.chain.from_iterable(groups))
+        answers: dict[int, MeasureResult] = {}
         # An answer that is sent just before the limit needs time to arrive.
         deadline = time.monotonic() + limit_s + ANSWER_S
-        while self._find_unanswered(ranks) and time.monotonic() < deadline:
-            self._collect_answers(stage)
-        for rank in self._find_unanswered(ranks):
+        while self._find_unanswered(ranks, answers) and time.monotonic() < deadline:
+            self._wait_for_messages()
+            # The session keeps the last answer of each node, which may be from an earlier stage.
+            for rank, answer in self._session.measurements.items():
+                if answer.stage == stage:
+                    answers[rank] = answer
+        for rank in self._find_unanswered(ranks, answers):
             error = f"its node agent hangs: no answer within {limit_s} s"
-            self._stage_answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
+            answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
         # `mute` means that a node cannot measure anything more. Its error is stored, so that it drops out of
         # later stages. An error of a node that can still measure is left to the caller.
-        for rank, answer in self._stage_answers.items():
+        for rank, answer in answers.items():
             if answer.mute and not self._nodes[rank].error:
                 self._nodes[rank] = replace(self._nodes[rank], error=answer.error)
+        return answers
 
-    def _find_unanswered(self, ranks: set[int]) -> set[int]:
+    def _find_unanswered(self, ranks: set[int], answers: Mapping[int, MeasureResult]) -> set[int]:
         """Return the ranks among `ranks` whose answers are still missing, without nodes that dropped out."""
-        return ranks - self._stage_answers.keys() - self._find_failed_ranks()
-
-    def _make_link_result(self, pair: tuple[int, int]) -> LinkResult:
-        """Return the bandwidth between the two nodes of `pair`, or the errors in their answers."""
-        answers = [self._stage_answers[rank] for rank in pair]
-        errors = [answer.error for answer in answers if answer.error]
-        if errors:
-            return LinkResult(nodes=pair, error=", ".join(errors))
-        return LinkResult(nodes=pair, GBps=dict(answers[0].figures).get("bandwidth"))
+        return ranks - answers.keys() - self._find_failed_ranks()
 
     def _wait_for_store(self) -> bool:
         """Wait until the store is served. Return False if that takes longer than `PAIR_S` seconds."""
         deadline = time.monotonic() + PAIR_S
         while not self._store_port and self._store.sources and time.monotonic() < deadline:
-            self._collect_answers(-1)  # no stage has this number, so answers of nodes are ignored
+            self._wait_for_messages()
         return self._store_port != 0
 
-    def _collect_answers(self, stage: int) -> None:
-        """Wait up to `TICK_S` for messages, and store the answers for `stage` in `_stage_answers`.
+    def _wait_for_messages(self) -> None:
+        """Wait up to `TICK_S` for messages of the nodes and of the store.
 
-        A lost node gets an error. The process that serves the store, in which the nodes meet, reports its
-        port.
+        The session stores the answers of the nodes in `measurements`. This method stores the errors of lost
+        nodes in `_nodes`, and the port of the store in `_store_port`.
         """
-        # The loop only runs the generator to its end.
-        for _ in _exchange_messages(self._session, self._process, self._config, self._store.sources):
-            pass  # the session has already recorded the events, such as lost nodes
+        # The events need no reaction here, because the session has already recorded them.
+        _receive_events(self._session, self._process, self._config, self._store.sources)
+        _report_own_events(self._session, self._process, self._config)
         for rank, reason in self._session.lost.items():
             self._nodes[rank] = replace(self._nodes[rank], error=f"lost: {reason}", is_gone=True)
-        for rank, answer in self._session.measurements.items():
-            if answer.stage == stage:  # the session keeps the last answer of a node, also from an old stage
-                self._stage_answers[rank] = answer
-        store_answer = self._store.next_answer()
+        # The process that serves the store, in which pairs of nodes meet, reports its port once.
+        store_answer = self._store.take_answer()
         if store_answer:
             self._store_port = int(dict(store_answer.figures).get(STORE, 0))
 
@@ -348,6 +364,19 @@ class _Leader:
         return self._session.host(rank)
 
 
+def _make_link_result(pair: tuple[int, int], answers: Mapping[int, MeasureResult]) -> LinkResult:
+    """Return the bandwidth between the two nodes of `pair`, or the errors in their answers.
+
+    `answers` contains the answers of all nodes by rank.
+    """
+    first, second = pair
+    errors = [answer.error for answer in (answers[first], answers[second]) if answer.error]
+    if errors:
+        return LinkResult(nodes=pair, error=", ".join(errors))
+    # Both nodes have measured the same exchange, so one answer is enough.
+    return LinkResult(nodes=pair, GBps=dict(answers[first].figures).get("bandwidth"))
+
+
 def _make_outlier_error(report: Report) -> CheckFailed:
     """Return the error about a run that cannot start without its outliers, which are slow or broken nodes.
 
@@ -358,7 +387,9 @@ def _make_outlier_error(report: Report) -> CheckFailed:
     problem = f"{worst.host} is an outlier: {report.verdict.reasons[worst.rank][0]}"
     if len(excluded) > 1:
         problem += f" (and {len(excluded) - 1} more)"
-    remedy = report.exclude if report.exclude.startswith("--") else f"other hosts than {report.exclude}"
+    remedy = report.exclude_option
+    if not remedy.startswith("--"):  # only the hosts, because the scheduler has no such option
+        remedy = f"other hosts than {remedy}"
     return CheckFailed(
         problem,
         where="preflight",
@@ -426,34 +457,33 @@ class MeasuringProcess:
     def request(self, request: MeasureRequest) -> None:
         """Send `request` to the process, after starting it if needed.
 
-        `next_answer` returns the result later.
+        `take_answer` returns the result later.
         """
         self.start()
         assert self._process is not None  # noqa: S101 - start has made it
         self._pending_request, self._deadline = request, time.monotonic() + request.limit_s
         self._process.connection.send(request)
 
-    def next_answer(self) -> MeasureResult | None:
+    def take_answer(self) -> MeasureResult | None:
         """Return the result of the last request, or None while it has not arrived.
 
-        If the process has ended, or has not answered within the time limit of the request, the result
-        contains an error. Its field `mute` is True if the process hangs, and so cannot measure anything more.
-        Each result is returned only once.
+        The process that serves the store of a preflight gets no request, and answers once. Each result is
+        returned only once. If the process has ended, or has not answered within the time limit of the
+        request, the result contains an error.
         """
         if self._process is None:
             return None
         command, connection = self._process
+        answer = self._receive_answer(connection)
+        if answer:
+            return self._finish(answer)
+        # This comes before the test of the request, because it also reads the descriptor for which `sources`
+        # waits. It updates `command.code`.
+        has_processes = command.read_reports()
         request = self._pending_request
-        for message in connection.receive():
-            # The process that serves the store sends its answer without a request. An answer of another stage
-            # came too late and is dropped.
-            if isinstance(message, MeasureResult) and (request is None or message.stage == request.stage):
-                return self._finish(message)
-        # `read_reports` must be called even without a request: it reads the descriptor for which `sources`
-        # waits, and updates `command.code`.
-        is_running = command.read_reports() and command.code is None and not connection.error
         if request is None:
             return None
+        is_running = has_processes and command.code is None and not connection.error
         if is_running and time.monotonic() < self._deadline:
             return None
         if is_running:
@@ -462,14 +492,26 @@ class MeasuringProcess:
             error = "its measuring process ended"
         else:
             error = f"its measuring process ended with exit code {command.code}"
+        # `mute`: a process that hangs cannot measure anything more, and neither can the node.
         return self._finish(MeasureResult(stage=request.stage, error=error, mute=is_running))
+
+    def _receive_answer(self, connection: Connection) -> MeasureResult | None:
+        """Return the result that the process has sent, or None if there is none yet.
+
+        If a request is pending, the result of another stage came too late and is dropped.
+        """
+        request = self._pending_request
+        for message in connection.receive():
+            if isinstance(message, MeasureResult) and (request is None or message.stage == request.stage):
+                return message
+        return None
 
     def close(self) -> None:
         """End the process, and wait until all processes below it have ended."""
         self._end()
         for command in self._ending_commands:
             while command.read_reports():
-                wait([command], 1.0)
+                wait_readable([command], 1.0)
             command.wait()
         self._ending_commands.clear()
 

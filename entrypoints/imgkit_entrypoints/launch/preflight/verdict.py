@@ -172,23 +172,25 @@ def _compare_with_median(rate: float, median: float) -> str:
     return f"{100 * (1 - rate / median):.0f} % below the median of {median:.3g}"
 
 
-def pair_up(nodes: int, turn: int) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of nodes that measure together in round number `turn`.
+def pair_up(node_count: int, round_index: int) -> tuple[tuple[int, int], ...]:
+    """Return the pairs of nodes that measure together in the round `round_index`, which counts from 0.
 
-    The nodes are numbered from 0 to `nodes` - 1. The rounds follow the circle method of tournaments: one seat
-    stays in its place, and the others rotate. In all rounds together, every node meets every other node once.
-    With four nodes, round 0 is ``(0, 3), (1, 2)`` and round 1 is ``(1, 3), (0, 2)``. With an odd number of
-    nodes, one node has no partner in each round.
+    The nodes are numbered from 0 to `node_count` - 1. The rounds follow the circle method of tournaments: one
+    seat stays in its place, and the others rotate. In all rounds together, every node meets every other node
+    once. With four nodes, round 0 is ``(0, 3), (1, 2)`` and round 1 is ``(1, 3), (0, 2)``. With an odd number
+    of nodes, one node has no partner in each round.
     """
-    if nodes < 2:
+    if node_count < 2:
         return ()
-    turning_seats = nodes if nodes % 2 else nodes - 1
-    first = turn % turning_seats
-    pairs = [(first, turning_seats)]  # the seat that stays has the next number after the rotating seats
-    for step in range(1, (turning_seats + 1) // 2):
-        pairs.append(((first + step) % turning_seats, (first - step) % turning_seats))
-    # With an odd number of nodes, the seat that stays is empty, so its pair is dropped.
-    return tuple((min(pair), max(pair)) for pair in pairs if max(pair) < nodes)
+    # Seats 0, 1, ... rotate, and the last seat is fixed. With an odd number of nodes, the fixed seat is
+    # empty, because its number is that of no node. Its pair is then left out below.
+    fixed_seat = node_count if node_count % 2 else node_count - 1
+    rotating_count = fixed_seat
+    first = round_index % rotating_count
+    pairs = [(first, fixed_seat)]
+    for step in range(1, (rotating_count + 1) // 2):
+        pairs.append(((first + step) % rotating_count, (first - step) % rotating_count))
+    return tuple((min(pair), max(pair)) for pair in pairs if max(pair) < node_count)
 
 
 class _FigureRow(NamedTuple):
@@ -213,8 +215,8 @@ class Report:
     scheduler: str
 
     @property
-    def exclude(self) -> str:
-        """Return the hosts of all outliers as one text.
+    def exclude_option(self) -> str:
+        """Return the hosts of all outliers as one text, with which the user can exclude them from a job.
 
         Under Slurm, it is an option such as ``--exclude=n[3-4]``. Otherwise, it is only ``n[3-4]``.
         """
@@ -273,7 +275,7 @@ class Report:
         summary = f"preflight of {count_text(nodes, 'node')} in {self.seconds:.0f} s: "
         if outliers == 0:
             return f"{summary}no outlier"
-        summary += f"{count_text(outliers, 'outlier')}, {self.exclude}"
+        summary += f"{count_text(outliers, 'outlier')}, {self.exclude_option}"
         if self.left_out:
             pronoun = "them" if len(self.left_out) > 1 else "it"
             return f"{summary}; the run starts without {pronoun}"
@@ -301,7 +303,7 @@ class Report:
             ],
             "links": [asdict(link) for link in self.verdict.links],
             "slow_links": list(self.verdict.slow_links),
-            "exclude": self.exclude,
+            "exclude": self.exclude_option,
         }
         return json.dumps(document, indent=2, allow_nan=False) + "\n"
 

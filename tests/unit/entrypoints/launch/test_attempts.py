@@ -251,22 +251,22 @@ def test_rendezvous_counts_from_when_all_nodes_are_in_it(monkeypatch):
     roll = HeadSession(replace(head_placement(nnodes=12), hosts=()), 1)
     watch = StartWatch(roll, 120.0)
     roll.phase = RENDEZVOUS
-    assert watch.find_stall_reason() == ""
+    assert watch.check_for_stall() == ""
     now += 1000
-    assert watch.find_stall_reason() == ""
+    assert watch.check_for_stall() == ""
     roll._phases.update(dict.fromkeys(range(1, 12), RENDEZVOUS))
     roll._phases[3] = WORKERS
-    assert watch.find_stall_reason() == ""
+    assert watch.check_for_stall() == ""
     now += 119
-    assert watch.find_stall_reason() == ""
+    assert watch.check_for_stall() == ""
     now += 1
-    reason = watch.find_stall_reason()
+    reason = watch.check_for_stall()
     assert "within 120 s (--rollcall-timeout); without workers: node 1 of 12 (127.0.0.1), " in reason
     assert "node 3 of 12, node 5 of 12, " in reason
     assert "node 9 of 12 and 3 more. " in reason
     roll.phase = WORKERS
     roll._phases.update(dict.fromkeys(range(1, 12), WORKERS))
-    assert watch.find_stall_reason() == ""
+    assert watch.check_for_stall() == ""
 
 
 def test_each_attempt_has_a_rendezvous_of_its_own():

@@ -19,7 +19,7 @@ KEY = compile_cache.make_key("an image")
 
 
 def cache_of(folder: Path, file: Path | None = None) -> CompileCache:
-    cache = CompileCache(folder=folder, key=KEY, file=file)
+    cache = CompileCache(folder=folder, key=KEY, packed_file=file)
     cache.make_folders()
     return cache
 

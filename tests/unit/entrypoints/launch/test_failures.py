@@ -42,9 +42,9 @@ def record(folder: Path, rank: int | str, text: str, *, at: float = 0.0) -> None
     (folder / f"failed-{rank}").write_text(f"{at}\n{text}")
 
 
-def codes(folder: Path, *, is_imgkits: bool = False, **by_rank: int) -> None:
+def codes(folder: Path, *, runs_own_program: bool = False, **by_rank: int) -> None:
     exit_codes = {int(name[1:]): code for name, code in by_rank.items()}
-    failures.write_exit_codes({"IMGKIT_STOP_DIR": str(folder)}, exit_codes, is_imgkits=is_imgkits)
+    failures.write_exit_codes({"IMGKIT_STOP_DIR": str(folder)}, exit_codes, runs_own_program=runs_own_program)
 
 
 def first(folder: Path, killed_by: int = 0) -> RankFailure:
@@ -99,9 +99,9 @@ def test_error_of_torchrun_has_no_stack_in_cpp(tmp_path):
 
 
 def test_own_program_that_printed_its_reason_has_no_block(tmp_path):
-    codes(tmp_path, is_imgkits=True, r0=2)
+    codes(tmp_path, runs_own_program=True, r0=2)
     assert failures.find_node_failure(tmp_path) is None
-    codes(tmp_path, is_imgkits=True, r0=2, r1=-9)
+    codes(tmp_path, runs_own_program=True, r0=2, r1=-9)
     assert first(tmp_path).rank == 1
 
 
@@ -144,11 +144,11 @@ def test_late_record_is_reported_once(tmp_path, is_head, late_s):
     late = failures.LateRecords(tmp_path, is_head=is_head)
     record(tmp_path, 0, CLOSED, at=time.time() - 10)
     record(tmp_path, 1, BAD, at=time.time() - late_s + 2)
-    assert list(late.new_reports()) == []
+    assert list(late.collect_reports()) == []
     record(tmp_path, 1, BAD, at=time.time() - late_s - 2)
     title = f"rank 1 has failed, and its process has not ended after {late_s} s"
-    assert list(late.new_reports()) == [(title, *BAD.split("\n"))]
-    assert list(late.new_reports()) == []
+    assert list(late.collect_reports()) == [(title, *BAD.split("\n"))]
+    assert list(late.collect_reports()) == []
 
 
 def test_log_goes_to_a_temporary_folder_where_the_named_one_fails(tmp_path, monkeypatch):

@@ -28,7 +28,8 @@ class Clock:
     def attempt(self, timer: StepTimer, folder: Path, began_s: float, ended_s: float, *notes: float) -> None:
         """Run an attempt whose program leaves `notes`."""
         self.now_s = began_s
-        timer.start_attempt(folder)
+        progress.remove_notes(folder)
+        timer.start_attempt()
         if notes:
             (folder / PROGRESS_FILE).write_bytes(PROGRESS_LAYOUT.pack(*notes))
         self.now_s = ended_s

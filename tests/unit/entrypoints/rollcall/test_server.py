@@ -115,7 +115,7 @@ def test_slow_node_gets_everything_in_order(nodes):
 def test_full_connection_does_not_wake_the_head(nodes):
     for _ in range(20):
         nodes.server.send(1, LARGE)
-    assert session.wait([nodes.server], 0.01) == []
+    assert session.wait_readable([nodes.server], 0.01) == []
 
 
 def test_closed_connection_is_reported_once(nodes):
@@ -142,7 +142,7 @@ def test_process_that_ends_has_closed_its_connection(nodes, is_reset):
         nodes.server.send_all(LARGE)
     else:
         nodes.server.send(4, Heartbeat())
-        assert session.wait([end], 10)
+        assert session.wait_readable([end], 10)
         end.close()
     nodes.receive_until(lambda: nodes.server.lost)
     assert list(nodes.server.lost) == [4]

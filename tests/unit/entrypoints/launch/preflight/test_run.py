@@ -56,7 +56,7 @@ class StubProcess:
         self.orders.append((self.rank, order))
         self._result = self.answers(self.rank, order)
 
-    def next_answer(self) -> MeasureResult | None:
+    def take_answer(self) -> MeasureResult | None:
         result, self._result = self._result, None
         return result
 

@@ -138,9 +138,9 @@ def report(
 
 def test_report_has_the_option_of_slurm():
     verdict = verdict_on([2.0, 2.0, 0.5, 2.0, 2.0, 0.5, 2.0, 2.0])
-    assert report(verdict).exclude == "--exclude=n[2,5]"
-    assert report(verdict, scheduler="manual").exclude == "n[2,5]"
-    assert report(verdict_on([2.0] * 4)).exclude == ""
+    assert report(verdict).exclude_option == "--exclude=n[2,5]"
+    assert report(verdict, scheduler="manual").exclude_option == "n[2,5]"
+    assert report(verdict_on([2.0] * 4)).exclude_option == ""
 
 
 def test_table_shows_figures_reasons_and_result():
