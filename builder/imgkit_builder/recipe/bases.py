@@ -256,7 +256,10 @@ def _find_known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyP
     """
     reported = set()
     for key in ("base", "current_base"):
-        lookup = _make_lookup(getattr(image, key) or "", system)
+        reference = getattr(image, key)
+        if not reference:
+            continue  # `current_base` is optional
+        lookup = _make_lookup(reference, system)
         # The empty mapping replaces the environment, so the file with the issues of this machine's site is
         # not read.
         for issue in known_issues.load_issues(system.known_issues, {}):

@@ -197,6 +197,11 @@ def test_known_issues_of_a_base_are_warnings(write, base, env, rows, ids):
     assert all(text.startswith("image.base: ") for text in warnings)
 
 
+def test_recipe_without_a_current_base_has_no_unknown_values_of_one(write):
+    rows = "{id: x, message: a fault, when: [nccl is unknown]}"
+    assert warned(write(f'image: {{base: "{NGC}:25.10-py3"}}\nsystem: {{known_issues: [{rows}]}}')) == []
+
+
 UNKNOWN_NCCL = """
 system:
   known_issues:
