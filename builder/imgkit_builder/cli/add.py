@@ -65,10 +65,11 @@ def verb_add(
 
 
 def _connect_to_machine(name: str) -> ImageMachine | None:
-    """Return the remote `name` as the machine on which pip runs in the image, or None for this machine.
+    """Connect to the remote `name`, and return it as the machine on which pip runs in the image.
 
-    On a remote, the image is started with the singularity or apptainer of the remote's recipe. This function
-    also opens the connection to the remote.
+    Return None if `name` means this machine. The image is started with the program of the remote's recipe,
+    such as ``apptainer``. If there is no recipe, or its runtime is not of the kind singularity, the program
+    is ``singularity``.
     """
     if name in ("", HERE):
         return None
@@ -77,11 +78,13 @@ def _connect_to_machine(name: str) -> ImageMachine | None:
     from imgkit_builder.recipe import targets
 
     remote = config.get_remote(name)
-    runtime = targets.load_target(remote.recipe).system.runtime if remote.recipe else None
+    program = "singularity"
+    modules: tuple[str, ...] = ()  # the environment modules that the program needs
+    if remote.recipe:
+        recipe_runtime = targets.load_target(remote.recipe).system.runtime
+        if recipe_runtime.kind == runtimes.get_runtime("singularity").kind:
+            program = recipe_runtime.command
+            modules = recipe_runtime.modules
     remote_connection = connection.connect(remote, ask=may_ask())
     remote_connection.login()  # ssh asks for a password now, and not in the middle of a progress bar
-    # If the recipe uses another kind of runtime, the default command of singularity is used, without modules.
-    default = runtimes.get_runtime("singularity").kind
-    if runtime is None or runtime.kind != default:
-        return packages.machine_of(remote_connection, default)
-    return packages.machine_of(remote_connection, runtime.command, runtime.modules)
+    return packages.machine_of(remote_connection, program, modules)

@@ -129,24 +129,29 @@ def build_app() -> typer.Typer:
 def verb_command(name: str, *, quiet: bool = False) -> Any:
     """Import the module of the verb `name`, and return its command for typer.
 
+    The module has a function ``verb_NAME``. Its table ``COMMAND_CLASSES`` has the class of each command that
+    cannot use typer's own class. For a verb that is a group of verbs, such as ``remote``, the module has no
+    such function, but a table ``GROUPS`` with the group. Both tables are optional, and have the name of the
+    verb as the key.
+
     Parameters
     ----------
     quiet : do not report plug-ins that cannot be used.
     """
     module = importlib.import_module(f"imgkit_builder.cli.{VERBS[name].module}")
-    # This app has a single verb. It is made only to let typer build the command of the verb.
+    groups = getattr(module, "GROUPS", {})
+    command_classes = getattr(module, "COMMAND_CLASSES", {})
+    # typer builds a command only as part of an app, so this app has the verb and nothing else.
     app = typer.Typer(add_completion=False, rich_markup_mode=None)
     app.callback()(_root)  # with a callback, typer returns a group even for a single verb
-    # The verb is either a group of verbs, such as `remote`, or a function verb_NAME.
-    groups = getattr(module, "GROUPS", {})
     if name in groups:
         app.add_typer(groups[name], name=name)
     else:
         function: Callable[..., Any] = getattr(module, f"verb_{name}")
-        command_classes = getattr(module, "COMMAND_CLASSES", {})
-        app.command(name, cls=command_classes.get(name))(with_options(function, quiet=quiet))
-    group: Any = typer.main.get_command(app)
-    return group.commands[name]
+        command_class = command_classes.get(name)  # None: typer's own class
+        app.command(name, cls=command_class)(with_options(function, quiet=quiet))
+    app_group: Any = typer.main.get_command(app)
+    return app_group.commands[name]
 
 
 def _print_version(value: bool) -> None:
@@ -181,24 +186,38 @@ def main() -> None:
     # Arguments after "--" belong to the user's program, which may have a --json of its own.
     separator = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     as_json = "--json" in sys.argv[:separator]
-    # standalone_mode=False makes typer raise errors instead of printing them, so that all errors look the
-    # same. `_print_error` and `_print_usage_error` exit, so `code` is always set afterwards.
+    # Each function that prints an error also exits, with the exit code of the error.
     try:
-        code = build_app()(standalone_mode=False)
+        exit_code = _run_app()
     except ImgkitError as error:
         _print_error(error, as_json=as_json)
     except OSError as error:
         _print_error(_explain_system_error(error), as_json=as_json)
-    except typer.Abort:
-        code = INTERRUPTED
     except Exception as error:
         if not _is_usage_error(error):
             raise
         _print_usage_error(error, as_json=as_json)
+    sys.exit(exit_code)
+
+
+def _run_app() -> int:
+    """Run the verb that the command line names, and return the exit code of this process.
+
+    Raises
+    ------
+    Interrupted : the user pressed Ctrl-C. Any other error of the verb is passed on as well.
+    """
+    try:
+        # standalone_mode=False makes typer raise errors instead of printing them, so that all errors look
+        # the same.
+        result = build_app()(standalone_mode=False)
+    except typer.Abort:
+        result = INTERRUPTED
     # After Ctrl-C, typer raises Abort or returns this exit code.
-    if code == INTERRUPTED:
-        _print_error(Interrupted("interrupted; no partial file is left"), as_json=as_json)
-    sys.exit(code if isinstance(code, int) else 0)
+    if result == INTERRUPTED:
+        raise Interrupted("interrupted; no partial file is left")
+    # The result is the exit code of typer.Exit, or else what the verb has returned, which is no exit code.
+    return result if isinstance(result, int) else 0
 
 
 class Interrupted(ImgkitError):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 import typer
 
-from imgkit_builder import engine
+from imgkit_builder import engine as engines
 from imgkit_builder.archive import sidecar, write
 from imgkit_builder.cli.common import (
     JSON,
@@ -64,9 +64,9 @@ def verb_save(
     with (
         exit_on_sigterm(),
         reporter(as_json=as_json, verbose=verbose) as report,
-        engine.connect() as connected,
+        engines.connect() as engine,
     ):
-        info = engine.inspect(connected, image_name(image))
+        info = engines.inspect(engine, image_name(image))
         if not info.tag:
             raise UsageError(
                 f"the image {image} has no name, and its archive could not be used",
@@ -75,18 +75,18 @@ def verb_save(
         target = output or Path(name_stem(info.tag) + write.SUFFIXES[compress])
         # This check comes before the engine prepares an export of 20 GB or so.
         write.check_target(target.absolute(), compress=compress, expected_bytes=info.size_bytes)
-        describe = _sidecar_maker(connected, info, target, report)
-        with engine.save_stream(connected, info.tag, report=report) as chunks:
+        make_sidecar = _read_facts_for_sidecar(engine, info, target, report)
+        with engines.save_stream(engine, info.tag, report=report) as chunks:
             saved = write.save_archive(
                 chunks,
                 target=target.absolute(),
                 compress=compress,
                 expected_bytes=info.size_bytes,
                 report=report,
-                describe=describe,
+                describe=make_sidecar,
             )
     # `save_archive` has already written this sidecar. The text for the user is made from the same values.
-    facts = describe(saved)
+    facts = make_sidecar(saved)
     commands = _next_commands(target, facts.system)
     lines = [f"{target}  {saved.size_bytes / 1e6:.1f} MB  sha256 {saved.sha256}"]
     if facts.manifest and facts.manifest.base.standin:
@@ -105,40 +105,40 @@ def verb_save(
     print_result(data, *lines, as_json=as_json)
 
 
-def _sidecar_maker(
-    connected: Engine, info: ImageInfo, target: Path, report: Reporter
+def _read_facts_for_sidecar(
+    engine: Engine, info: ImageInfo, target: Path, report: Reporter
 ) -> Callable[[SavedFile], Sidecar]:
-    """Return a function that makes the sidecar of an archive, ``X.tar.manifest.json`` beside ``X.tar``.
+    """Read the facts about an image, and return a function that makes the sidecar of its archive.
 
-    The sidecar describes the image and the archive. The facts about the image are read now, while the engine
-    is connected. The returned function adds the size and digest of the archive, which are only known after it
-    has been written.
+    The sidecar is a file such as ``X.tar.manifest.json`` beside ``X.tar``. It describes the image and the
+    archive. The facts about the image are read now, while the engine is connected. The returned function adds
+    those about the archive, such as its digest, which are only known after it has been written.
     """
-
-    system = _read_built_file(connected, info, report, str(systems.SYSTEM_JSON), systems.from_json)
-    manifest = _read_built_file(connected, info, report, manifests.MANIFEST_JSON, manifests.from_json)
+    system = _read_imgkit_file(engine, info, report, str(systems.SYSTEM_JSON), systems.from_json)
+    manifest = _read_imgkit_file(engine, info, report, manifests.MANIFEST_JSON, manifests.from_json)
     image = sidecar.SavedImage(
         id=info.id, tag=info.tag, platform=info.platform, diff_ids=info.diff_ids, labels=dict(info.labels)
     )
 
-    def describe(saved: SavedFile) -> Sidecar:
+    def make_sidecar(saved: SavedFile) -> Sidecar:
         archive = sidecar.SavedArchive(
             name=target.name, size_bytes=saved.size_bytes, sha256=saved.sha256, compress=saved.compress
         )
         return sidecar.Sidecar(image=image, archive=archive, system=system, manifest=manifest)
 
-    return describe
+    return make_sidecar
 
 
-def _read_built_file(
-    connected: Engine, info: ImageInfo, report: Reporter, path: str, parse: Callable[[str], Parsed]
+def _read_imgkit_file(
+    engine: Engine, info: ImageInfo, report: Reporter, path: str, parse: Callable[[str], Parsed]
 ) -> Parsed | None:
-    """Return the parsed file `path` of the image, or None if imgkit did not build the image.
+    """Read and parse the file `path`, which imgkit writes into each image that it builds.
 
-    None is also returned, with a note to the user, if the file cannot be parsed. `parse` raises an error for
-    such a file. The values are for the sidecar, a small file that describes the archive beside it.
+    The result is None if there is no such file, because imgkit did not build the image. It is also None, with
+    a note to the user, if `parse` raises an error. Then another version of imgkit wrote the file in a format
+    that this one does not know.
     """
-    data = engine.read_file(connected, info.ref, path)
+    data = engines.read_file(engine, info.ref, path)
     if data is None:
         return None
     try:
@@ -159,8 +159,8 @@ def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
     checksum_file = sidecar.sha256_path(archive)
     files = [str(archive), str(checksum_file), str(sidecar.json_path(archive))]
     module = module_line(system)
-    if system is not None and system.queue.sif:
-        module = ""  # a job converts the archive, and loads the module
+    if system is not None and system.queue.sif:  # the options of a job that converts the archive
+        module = ""  # that job loads the module itself
     return {
         "copy": f"rsync -P {shlex.join(files)} {_copy_destination(system)}",
         "module": module,
@@ -185,7 +185,8 @@ def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
     """Return the command that makes the image in `archive` ready to run, such as ``imgkit sif mn5.tar``.
 
     The image's system (the cluster that it is for) decides about the format, and whether a job must do the
-    conversion. A runtime that starts neither a .sif nor a .sqsh gets ``docker load``.
+    conversion. A runtime that starts neither a .sif nor a .sqsh gets ``docker load``. The user replaces the
+    word ACCOUNT, and may change the time limit of the job, 1 hour.
     """
     argv = ["imgkit", "sif", archive]
     if system is None:
@@ -194,8 +195,9 @@ def _conversion_argv(archive: str, system: SystemFacts | None) -> list[str]:
     if system.runtime.kind not in format_options:
         return ["docker", "load", "-i", archive]
     argv += format_options[system.runtime.kind]
-    if system.queue.sif:
-        # A login node may kill a conversion, so the site has other nodes for it.
+    # Where the login nodes may kill a conversion, the system has the options of a job that does it.
+    needs_job = bool(system.queue.sif)
+    if needs_job:
         argv.append("--submit")
         if "account" in system.queue.required:
             argv += ["-A", "ACCOUNT"]

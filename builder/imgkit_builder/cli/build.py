@@ -126,7 +126,8 @@ def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:
     if as_json:
         print_result({"dry_run": True, **plan_values}, as_json=True)
         return
-    _, document = plan_values.popitem()  # the last field of both plans is the Dockerfile or definition
+    # The plan of an image has a Dockerfile, and that of a .sif has a definition. It is printed last.
+    document = plan_values.pop("dockerfile" if "dockerfile" in plan_values else "definition")
     for name, field_value in plan_values.items():
         terminal.print_document(f"# {name:13} {terminal.escape_controls(str(field_value))}\n")
     terminal.print_document(f"{document.rstrip()}\n")
@@ -166,15 +167,14 @@ def _show_sif(built: BuiltSif, target: Path, *, as_json: bool) -> None:
     """Print the .sif that was built, the seconds of each stage, and the command to run next."""
     base = built.base
     next_command = sif_command(target)
+    # The JSON has all fields of `built`, with the path under another name, and with fewer values of the base.
     sif_data = dataclasses.asdict(built)
-    sif_data |= {
-        "sif": sif_data.pop("path"),
-        "id": built.record.image_id,
-        "platform": base.platform,
-        "standin": base.standin,
-        "base": {"name": base.name, "id": base.id, "digest": base.digest},
-        "next": next_command,
-    }
+    sif_data["base"] = {"name": base.name, "id": base.id, "digest": base.digest}
+    sif_data["sif"] = sif_data.pop("path")
+    sif_data["id"] = built.record.image_id
+    sif_data["platform"] = base.platform
+    sif_data["standin"] = base.standin
+    sif_data["next"] = next_command
     lines = result_lines(built, target)
     if base.standin:
         lines.append(_standin_warning(base.name))

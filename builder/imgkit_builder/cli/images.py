@@ -131,20 +131,26 @@ def _job_shell(job_id: str, node: str, *, must_run: bool) -> JobShell:
     Parameters
     ----------
     node : the node or pod in which to open the shell, or "" for the first one.
-    must_run : whether to ask the scheduler first, and to refuse a job that is not running.
+    must_run : whether to ask the scheduler, and to refuse a job that is not running. A dry run does not.
+
+    Raises
+    ------
+    UsageError : there is no such job, it is not running, or no shell can be opened in it.
     """
     if node and not quoting.is_job_id(node):
         raise UsageError(f"{node!r} cannot be the name of a node or pod", where="--node")
     record = records.find_record(job_id)
     job = record.job
     # The shell has the same value of this variable as the job itself.
-    shell_line = f"export IMGKIT_RUN_DIR={shlex.quote(str(job.run_folder))}; {job.shell_line}"
-    shell = systems.get_system(job.system).shell_command(job, shell_line, node)
-    # A dry run only prints the command, so it asks no scheduler.
+    command_line = f"export IMGKIT_RUN_DIR={shlex.quote(str(job.run_folder))}; {job.shell_line}"
+    # This comes first, because it refuses a system that opens no shells without a question to the scheduler.
+    shell = systems.get_system(job.system).shell_command(job, command_line, node)
     if must_run:
         _refuse_idle_job(record)
-    # `job.shell_line` is empty if the runtime cannot start a second container. A shell in a pod needs none.
-    if not job.shell_line and shell.description == systems.NEW_CONTAINER:
+    # Under Slurm, a shell needs a container of its own. In a pod, it runs in the job's container.
+    needs_new_container = shell.description == systems.NEW_CONTAINER
+    # `job.shell_line` starts that container. It is empty if the runtime cannot start a second one.
+    if needs_new_container and not job.shell_line:
         raise UsageError(
             f"no shell opens in {job.handle}: imgkit starts a second container in a job only by "
             "Singularity and Apptainer",

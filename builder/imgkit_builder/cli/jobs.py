@@ -162,12 +162,12 @@ def _report_to_dict(report: JobReport) -> dict[str, Any]:
         "state": record.state,
         "reason": report.wait.reason or None,
         "expected_start": report.wait.expected_start or None,
-        "exit_code": report.code if report.has_ended else None,
+        "exit_code": report.code if report.has_ended else None,  # of the job itself
         "command": list(report.argv),
         "output": report.text,
         "folder": str(record.job.run_folder) if has_one_folder else None,
     }
-    if record.code is not None:
+    if record.code is not None:  # the folder of the job's source code
         data["code"] = dataclasses.asdict(record.code)
     return data
 
@@ -197,17 +197,18 @@ def scheduler_runner(record: SubmittedJob) -> Callable[[Sequence[str]], Finished
 
 
 def can_follow(record: SubmittedJob) -> bool:
-    """Return whether `follow_job` can show the output of the job.
+    """Return whether `follow_job` can show the output of the job until the job ends.
 
-    It cannot do so for a job in pods that this machine submits. Such a job has no output until a node has
-    pulled the image, and no command reports its end.
+    It can do so for every job that a remote has submitted. For a job that this machine has submitted, the
+    output must be in a file, and a command must report the end of the job. A job in pods has no such file.
     """
-    system = systems.get_system(record.job.system)
     if record.job.remote:
         return True
-    # Only a file can be followed with tail. Other systems have a command of their own that shows the output.
+    system = systems.get_system(record.job.system)
+    # Only a file is shown with tail. For pods, the output comes from a command of their system.
     program, *_ = system.log_source(record.job)
-    return system.reports_state and program == "tail"
+    has_output_file = program == "tail"
+    return has_output_file and system.reports_state
 
 
 def follow_job(record: SubmittedJob) -> int:
@@ -245,44 +246,54 @@ def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished
 
     `run` runs a command of the scheduler on the machine that submitted the job.
     """
-    log = job_status.WaitLog(record.job, print_message)
+    wait_log = job_status.WaitLog(record.job, print_message)  # prints why the job waits
     if record.job.remote:
         connection = connect_to(record.job.remote)
+        # This returns only after the scheduler has reported the end of the job.
         remote_jobs.follow_output(
-            connection, record, terminal.output_copier(), on_status=log.update, log=print_message
+            connection, record, terminal.output_copier(), on_status=wait_log.update, log=print_message
         )
         return job_status.report_job(record, run)
-    _show_local_output(record, run, log)
+    _show_local_output(record, run, wait_log)
     # tail can also end for another reason, so wait for the job itself.
-    return job_status.wait_for_job(record, run, log=log)
+    return job_status.wait_for_job(record, run, log=wait_log)
 
 
-def _show_local_output(record: SubmittedJob, run: Callable[[Sequence[str]], Finished], log: WaitLog) -> None:
+def _show_local_output(
+    record: SubmittedJob, run: Callable[[Sequence[str]], Finished], wait_log: WaitLog
+) -> None:
     """Show the output of a job on this machine until the job ends.
 
     ``tail`` prints the output file. It is terminated when the scheduler reports the end of the job. Changes
-    of the state are printed with `log`. `run` runs a command of the scheduler.
+    of the state are printed with `wait_log`. `run` runs a command of the scheduler.
     """
 
     def has_ended() -> bool:
-        # While tail runs, `process.run_attached` calls this in a thread of its own.
         report = job_status.report_job(record, run)
-        log.update(report.record.state, report.wait)
+        wait_log.update(report.record.state, report.wait)
         return report.has_ended
 
-    argv = systems.get_system(record.job.system).log_source(record.job)  # "tail -n +1 -F FILE"
-    *_, log_file = argv
-    for pause_s in job_status.poll_pauses():
-        if has_ended():
-            # Without -f and -F, tail prints the whole output and exits.
-            print_argv = [argument for argument in argv if argument not in ("-f", "-F")]
-            process.run_attached(print_argv)
-            return
-        # tail reports an error if the file does not exist yet, so wait for the file.
-        if Path(log_file).exists():
-            process.run_attached(argv, until=has_ended)
-            return
-        time.sleep(pause_s)
+    log_command = systems.get_system(record.job.system).log_source(record.job)  # "tail -n +1 -F FILE"
+    log_file = Path(log_command[-1])
+    # tail reports an error if the file does not exist yet, so wait for the file.
+    if _wait_for_file(log_file, has_ended):
+        process.run_attached(log_command, until=has_ended)  # calls `has_ended` in another thread
+    else:
+        # The job has ended. Without -f and -F, tail prints the whole output and exits.
+        process.run_attached([argument for argument in log_command if argument not in ("-f", "-F")])
+
+
+def _wait_for_file(file: Path, has_ended: Callable[[], bool]) -> bool:
+    """Wait until `file` exists or the job has ended, and return whether the job is still running.
+
+    `has_ended` asks the scheduler whether the job has ended. It is called before each look for the file.
+    """
+    pauses_s = job_status.poll_pauses()
+    while not has_ended():
+        if file.exists():
+            return True
+        time.sleep(next(pauses_s))
+    return False
 
 
 def verb_logs(
@@ -297,15 +308,17 @@ def verb_logs(
       imgkit logs 4711
       imgkit logs 4711_3@mn5
     """
+    # The id is empty if the user gives none.
     record = records.find_record(job_id or last_job_id())
-    argv = systems.get_system(record.job.system).log_source(record.job)
+    log_command = systems.get_system(record.job.system).log_source(record.job)
     if as_json:
-        print_result({"id": record.job.handle, "command": argv}, as_json=True)
+        print_result({"id": record.job.handle, "command": log_command}, as_json=True)
         return
     if can_follow(record):
         raise typer.Exit(follow_job(record))
-    print_message(shlex.join(argv))
-    raise typer.Exit(process.run_attached(argv))
+    # This is a job in pods. Its command shows the output until the user presses Ctrl-C.
+    print_message(shlex.join(log_command))
+    raise typer.Exit(process.run_attached(log_command))
 
 
 def last_job_id() -> str:

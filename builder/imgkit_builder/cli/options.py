@@ -116,20 +116,27 @@ def _typer_option(flag: Flag) -> Any:
 
     typer turns a parameter into an option if its default value is such an object.
     """
-    if flag.is_negative:
-        default: Any = False  # the value of the option --no-test; the field `test` is True then
-    elif isinstance(flag.default, tuple):
-        default = list(flag.default)  # typer needs a list for an option that can be repeated
-    else:
-        default = flag.default
     return typer.Option(
-        default,
+        _option_default(flag),
         *flag.names,
         metavar=flag.metavar or None,
         help=flag.help,
-        # rich is not used, but `_section_title` finds the group under this name.
+        # rich is not used. The heading of the option in the help is read from this attribute.
         rich_help_panel=flag.group or None,
     )
+
+
+def _option_default(flag: Flag) -> Any:
+    """Return the default value of the typer option for `flag`.
+
+    It is the default of the flag's field, except for a negative flag. For example, ``--no-test`` belongs to a
+    field ``test`` that is True by default. The option itself is False unless the user types it.
+    """
+    if flag.is_negative:
+        return False
+    if isinstance(flag.default, tuple):
+        return list(flag.default)  # typer needs a list for an option that can be repeated
+    return flag.default
 
 
 class _FieldOptions:
@@ -227,9 +234,10 @@ class JobCommand(GroupedCommand):
         try:
             return super().parse_args(ctx, [*own_args])  # a copy, which click empties
         except Exception as error:
-            # Only the error about an unknown option has this attribute. typer does not export its class.
-            if hasattr(error, "option_name"):
-                # This raises a more helpful error if the option is one of a scheduler.
+            # typer does not export the class of this error, but no other error has the attribute.
+            is_about_unknown_option = hasattr(error, "option_name")
+            if is_about_unknown_option:
+                # This raises a more helpful error, unless no scheduler has such an option.
                 scheduler_options.refuse_scheduler_options(own_args, self._own_options(ctx))
             raise
 

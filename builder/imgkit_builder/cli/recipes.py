@@ -100,20 +100,20 @@ def _list_recipes(*, as_json: bool) -> None:
 
 def _list_bases(*, as_json: bool) -> None:
     """Print the base images that imgkit knows, with the versions of the software in them."""
+    known_bases = bases.load_table()
+    # All bases have the same columns, so the first one gives the titles of the table.
+    column_names = [name for name, _ in known_bases[0].list_columns()]
+    table = [["TAG", *(name.replace("_", "-").upper() for name in column_names)]]
     json_rows = []
-    table: list[Sequence[str]] = []
-    titles = ["TAG"]
-    for base in bases.load_table():
+    for base in known_bases:
         json_row: dict[str, Any] = {"reference": base.reference, "tag": base.tag}
-        titles = ["TAG"]  # the same for each base
-        table_cells = [base.tag]
-        for name, version in base.cells():
+        table_row = [base.tag]
+        for name, version in base.list_columns():
             json_row[name] = dataclasses.asdict(version) if version else None
-            titles.append(name.replace("_", "-").upper())
-            table_cells.append(version.value if version else "unknown")
+            table_row.append(version.value if version else "unknown")
         json_rows.append(json_row)
-        table.append(table_cells)
-    print_result({"bases": json_rows}, *format_columns([titles, *table]), as_json=as_json)
+        table.append(table_row)
+    print_result({"bases": json_rows}, *format_columns(table), as_json=as_json)
 
 
 def _list_systems(*, as_json: bool) -> None:

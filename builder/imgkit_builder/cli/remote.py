@@ -192,15 +192,20 @@ def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> 
     """
     folder_lines = []
     removed_bytes = 0
+    # The number of folders that jobs used when the list of unused folders was made.
+    remaining_count = unused.used
     for folder in unused.folders:
-        verdict = "in use   "  # a job has begun to use the folder in the meantime
         if folder.path in removed_paths:
             verdict = "removed  "
             removed_bytes += folder.size_bytes
+        else:
+            verdict = "in use   "
+            remaining_count += 1
         folder_lines.append(verdict + _format_folder(folder))
-    # `unused.used` is the number of folders that jobs used when the list was made.
-    remaining = unused.used + len(folder_lines) - len(removed_paths)
-    return [*folder_lines, f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining} stay"]
+    return [
+        *folder_lines,
+        f"{len(removed_paths)} removed, {size_text(removed_bytes)}; {remaining_count} stay",
+    ]
 
 
 def _format_folder(folder: collector.StoredFolder) -> str:

@@ -37,7 +37,6 @@ from imgkit_entrypoints.errors import UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.jobs.code import CodeFolder
-    from imgkit_builder.jobs.image_source import ImageSource
     from imgkit_builder.jobs.job import Job, Script
     from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.remote.config import Remote
@@ -114,21 +113,28 @@ class JobInputs(NamedTuple):
 def read_inputs(options: JobOptions, flags: JobRequest) -> JobInputs:
     """Read imgkit.toml and the folder of code, and combine them with the values of the command line.
 
+    Parameters
+    ----------
+    options : the options about the submission, such as ``--on``, and the argument RECIPE.
+    flags : the options about the job itself, such as ``--nodes``. Other values are not set yet.
+
     Raises
     ------
     UsageError : there is no such remote or recipe, imgkit.toml has problems, or the code cannot be read.
     """
     from imgkit_builder.project import origins
 
-    remote, project = _find_remote(options)
+    remote, project = _find_remote_and_project(options)
     # A flag replaces a value of imgkit.toml. The flags of lists, such as --bind, add to it.
     request = origins.fill_from_file(flags, project)
-    recipe = options.recipe if remote else _local_recipe(options, project)
+    recipe = options.recipe  # for a job on a remote, it may be empty: the remote has a default recipe
+    if remote is None:
+        recipe = _choose_local_recipe(options, project)
     code = read_code(request, as_json=options.as_json)
     return JobInputs(recipe=recipe, flags=flags, request=request, code=code, remote=remote, project=project)
 
 
-def _find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
+def _find_remote_and_project(options: JobOptions) -> tuple[Remote | None, ProjectFile | None]:
     """Return the remote of a job, and the imgkit.toml whose values the job uses.
 
     The remote is None for a job on this machine. The file is None if there is no imgkit.toml. It is also None
@@ -136,10 +142,11 @@ def _find_remote(options: JobOptions) -> tuple[Remote | None, ProjectFile | None
     """
     from imgkit_builder.jobs.remote import config
 
-    project = None
     # The values of imgkit.toml are meant for the recipe that it names, so they do not apply to another recipe
     # on this machine.
-    if not options.recipe or options.on not in ("", HERE):
+    names_local_recipe = options.recipe != "" and options.on in ("", HERE)
+    project = None
+    if not names_local_recipe:
         project = read_project(recipe=options.recipe, trusted=options.trust_folder)
     remote_name = options.on
     if not remote_name and project:
@@ -282,7 +289,7 @@ def _check_interactive(options: _Options) -> None:
         )
 
 
-def _local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
+def _choose_local_recipe(options: JobOptions, project: ProjectFile | None) -> str:
     """Return the recipe of a job on this machine, from the command line or from imgkit.toml.
 
     Raises
@@ -357,69 +364,71 @@ def _show_dry_run(options: _Options, prepared: PreparedJob, inputs: JobInputs) -
     on the remote that are not known yet.
     """
     from imgkit_builder.jobs import image_source, volume
-    from imgkit_builder.project import origins
 
     remote = inputs.remote
     if remote is None:
-        prepared = _with_bound_entry_points(prepared)
-    elif remote.pvc:
+        prepared = _prepare_local_dry_run(prepared)
+    elif remote.pvc:  # the pods have a volume, whose folder and owner on the remote are not known yet
         uid, gid = volume.UNKNOWN_IDS.split(":")
         folder = prepared.job.directory
         print_message(f"{folder} stands for the folder on {remote.name}, {uid} and {gid} for your ids there")
     for warning in prepared.job.warnings:
         print_message(warning)
-    value_sources = list(origins.list_value_sources(prepared.job, inputs.flags, inputs.project))
     if prepared.source is not None and remote is not None:
-        # The remote and the recipe come first in the list of values.
-        value_sources = _remote_values(options, prepared.source, remote, inputs.project, value_sources)
         print_message(f"{image_source.UNKNOWN_HOME} stands for the folder on {remote.name}")
-    show_script(
-        prepared.job, prepared.script, value_sources if options.verbose else (), as_json=options.as_json
-    )
+    value_sources: Sequence[ValueSource] = ()
+    if options.verbose:
+        value_sources = _list_value_sources(options, prepared, inputs)
+    show_script(prepared.job, prepared.script, value_sources, as_json=options.as_json)
 
 
-def _remote_values(
-    options: _Options,
-    source: ImageSource,
-    remote: Remote,
-    project: ProjectFile | None,
-    values: Sequence[ValueSource],
-) -> list[ValueSource]:
-    """Return the values of a job on a remote with their sources, including the remote and the recipe.
+def _list_value_sources(options: _Options, prepared: PreparedJob, inputs: JobInputs) -> list[ValueSource]:
+    """Return all values of the job, each with the flag or line that sets it.
 
-    Some of the `values` are only known after imgkit has connected to the remote. They are left out. `source`
-    is the recipe or image from which the job's image comes.
+    For a job on a remote, the name of the remote and the recipe come first. Values that are only known after
+    imgkit has connected to the remote are left out.
     """
     from imgkit_builder.project import origins
 
+    remote = inputs.remote
+    project = inputs.project
+    value_sources = list(origins.list_value_sources(prepared.job, inputs.flags, project))
+    source = prepared.source  # the recipe or file from which the image on the remote comes
+    if source is None or remote is None:
+        return value_sources
+    # The argument RECIPE is shown as a source like a flag. "" means that it was not given.
     on_flag = "--on" if options.on else ""
     recipe_argument = "RECIPE" if options.recipe else ""
+    # The directory is below a folder whose path only the remote knows. So is the image, unless the user named
+    # an image on the remote by its path.
     unknown_names = ["directory"]
     if not source.remote_image:
         unknown_names.append("image")
     return [
         origins.find_value_source("remote", remote.name, flag=on_flag, project=project),
         origins.find_value_source("recipe", source.title, flag=recipe_argument, project=project),
-        *(value for value in values if value.name not in unknown_names),
+        *(value for value in value_sources if value.name not in unknown_names),
     ]
 
 
-def _with_bound_entry_points(prepared: PreparedJob) -> PreparedJob:
-    """Return a local job in the form in which it would be submitted, for a dry run.
+def _prepare_local_dry_run(prepared: PreparedJob) -> PreparedJob:
+    """Return a job on this machine in the form in which it would be submitted.
 
-    If imgkit did not build the image, the entry points (``dist-run`` and others) are mounted into it. An
-    image for another processor only causes a warning here, although a submission refuses it.
+    If imgkit did not build the image, the entry points (``dist-run`` and others) are mounted into it. A
+    submission refuses an image for another processor. Here, it only adds a warning to the job.
     """
     from imgkit_builder.jobs import submit
     from imgkit_builder.jobs.runtimes import runtime_of
     from imgkit_builder.jobs.transport import Transport
 
     job = prepared.job
-    arch_error = runtime_of(job).arch_error(job)
-    if arch_error:  # the submission raises it
+    runtime = runtime_of(job)
+    arch_error = runtime.arch_error(job)
+    if arch_error is not None:
         warning = f"{job.container.image}: {arch_error.what}"
         prepared = dataclasses.replace(prepared, job=job.with_warning(warning))
-    return submit.bind_entry_points(prepared, Transport())
+    this_machine = Transport()
+    return submit.bind_entry_points(prepared, this_machine)
 
 
 def _no_scheduler_hint(recipe: str) -> str:
@@ -449,7 +458,8 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
     """Print the id of a job that has just been submitted, and follow the job's output if possible.
 
     The id is printed on stdout, for scripts. If the job is followed, stdout is for its output, and the id is
-    only printed on stderr. Then imgkit exits here, with the exit code of `follow_job`.
+    only printed on stderr. Then imgkit exits here, with the exit code of `follow_job`. For an interactive
+    job, the comments of its script say what to type next.
     """
     from imgkit_builder.jobs import records
 
@@ -460,21 +470,26 @@ def show_submitted(record: SubmittedJob, ready: PreparedJob, *, detach: bool, as
         print_result(data, as_json=True)
         return
     is_interactive = ready.job.request.launch.interactive
-    is_followed = False
     # The tasks of an array have separate outputs, and an interactive job has none to follow.
-    if not (detach or record.job.array or is_interactive):
-        is_followed = can_follow(record)
+    has_one_output = not record.job.array and not is_interactive
+    is_followed = not detach and has_one_output and can_follow(record)
     if not is_followed:
         terminal.print_results(handle)
+    _print_next_commands(record)
+    if is_followed:
+        raise typer.Exit(follow_job(record))
+    if is_interactive:
+        _show_comments(ready.script)
+
+
+def _print_next_commands(record: SubmittedJob) -> None:
+    """Print the commands that show or cancel the job, and for an array why it is not followed."""
+    handle = record.job.handle
     if record.job.array:
         print_message(f"imgkit status {handle}; imgkit cancel {handle}")
         print_message("an array is not followed: each of its tasks has an id and an output of its own")
     else:
         print_message(f"imgkit status {handle}; imgkit logs {handle}; imgkit cancel {handle}")
-    if is_followed:
-        raise typer.Exit(follow_job(record))
-    if is_interactive:
-        _show_comments(ready.script)
 
 
 def _show_comments(script: Script) -> None:

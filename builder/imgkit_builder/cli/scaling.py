@@ -79,7 +79,7 @@ def verb_scaling(
         _refuse_with_continue(nodes, options, flags)
         scaling.load_report(folder)  # a folder without a report is refused before anything is printed
     else:
-        planned, remote = _plan_sizes(nodes, options, flags)
+        planned, remote = _plan_jobs(nodes, options, flags)
         if options.dry_run:
             _show_scripts(planned, remote, as_json=options.as_json)
             return
@@ -143,24 +143,23 @@ def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) ->
         )
 
 
-def _plan_sizes(
-    nodes: str, options: JobOptions, flags: JobRequest
+def _plan_jobs(
+    node_counts_text: str, options: JobOptions, flags: JobRequest
 ) -> tuple[list[PreparedJob], Remote | None]:
-    """Plan one job for each number of nodes, and return the jobs, the largest last, and their remote.
+    """Plan one job for each number of nodes, and return the jobs and their remote.
+
+    The jobs are in the order of the numbers, which ascend. The remote is None for jobs on this machine.
 
     Parameters
     ----------
-    nodes : the numbers of nodes. For example, ``"1,2,4"`` results in three jobs.
-
-    Returns
-    -------
-    The jobs and the remote. The remote is None for jobs on this machine.
+    node_counts_text : the numbers of nodes. For example, ``"1,2,4"`` results in three jobs.
     """
     from imgkit_builder.jobs import scaling
 
+    # Without the "--" before it, the command has been parsed as the argument RECIPE.
     if not flags.launch.command:
         refuse_command_as_recipe(options.recipe, "scaling")
-    node_counts = scaling.parse_sizes(nodes)
+    node_counts = scaling.parse_sizes(node_counts_text)
     inputs = read_inputs(options, flags)
     planned = scaling.plan_scaling(
         inputs.recipe,

@@ -6,7 +6,6 @@ use instead. If there is none, ``--option`` passes the option on to the schedule
 
 from __future__ import annotations
 
-import collections
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ class Row(NamedTuple):
     """The names of the option, separated by blanks."""
     value: str
     """A regular expression for the whole value. Empty if the option takes no value."""
-    answer: str
+    replacement: str
     """The options of imgkit to type. ``{0}`` is the first group of `value`. Empty if nothing is needed."""
     note: str = ""
     """An additional sentence for the user. ``{name}`` is the name of the option."""
@@ -34,7 +33,7 @@ NUMBER = r"(\d+)"
 
 
 def _make_option_rows(*names: str) -> tuple[Row, ...]:
-    """Return table rows for options that imgkit does not have. Their answer is ``--option=NAME=VALUE``.
+    """Return table rows for options that imgkit does not have, to be replaced by ``--option=NAME=VALUE``.
 
     Each item of `names` has one or more names of the same option, such as ``"-d --dependency"``. The last
     name is passed to the scheduler. It is joined to the value by ``=``, because a directive of Slurm must be
@@ -145,7 +144,7 @@ _RUNAI = (
     *_make_flag_rows("--large-shm", "--preemptible"),
 )
 # If the user's options fit two schedulers equally well, the first one in this order is chosen.
-TABLES: Mapping[str, tuple[Row, ...]] = {"Slurm": _SLURM, "PBS": _PBS, "RunAI": _RUNAI}
+OPTION_TABLES: Mapping[str, tuple[Row, ...]] = {"Slurm": _SLURM, "PBS": _PBS, "RunAI": _RUNAI}
 """The rows for each scheduler.
 
 If several rows have the name of an option, the first row whose `value` matches is used.
@@ -168,7 +167,7 @@ class TypedOption(NamedTuple):
     """The argument that follows the option. It may be the value of the option."""
 
 
-class Answer(NamedTuple):
+class MatchedOption(NamedTuple):
     """An option that a user typed, with the table row that says what to type instead."""
 
     option: TypedOption
@@ -191,38 +190,42 @@ def refuse_scheduler_options(args: Sequence[str], own_options: Mapping[str, bool
     own_options : the names of the verb's own options, and for each whether it takes a value.
     """
     typed_options = tuple(_find_foreign_options(args, own_options))
-    answers_of_scheduler = {name: tuple(_find_answers(rows, typed_options)) for name, rows in TABLES.items()}
+    # The options that each scheduler has, by the name of the scheduler.
+    matched_options = {}
+    for name, rows in OPTION_TABLES.items():
+        matched_options[name] = tuple(_match_options(rows, typed_options))
     # Options such as -N and -p have different meanings in different schedulers. The user probably means the
     # scheduler that knows most of the options.
-    scheduler = max(answers_of_scheduler, key=lambda name: len(answers_of_scheduler[name]))
-    if answers_of_scheduler[scheduler]:
-        raise _foreign_options_error(scheduler, answers_of_scheduler[scheduler])
+    scheduler = max(matched_options, key=lambda name: len(matched_options[name]))
+    if matched_options[scheduler]:
+        raise _foreign_options_error(scheduler, matched_options[scheduler])
 
 
-def _foreign_options_error(scheduler: str, answers: Sequence[Answer]) -> UsageError:
+def _foreign_options_error(scheduler: str, matched_options: Sequence[MatchedOption]) -> UsageError:
     """Return the error for options of `scheduler`, with a hint about what to type instead.
 
     Parameters
     ----------
-    answers : each option that was typed, with the table row for it. The row has the option of imgkit to type
-        instead (`row.answer`), a remark (`row.note`), or both.
+    matched_options : each option that was typed, such as ``--gres=gpu:4``, with its table row and the match
+        of its value. The row has a text with the option of imgkit to type instead (``--gpus {0}``), a note,
+        or both. The groups of the match (``4``) are inserted into these texts.
     """
-    options_to_type = []
     flags = []
+    replacements = []
     notes = []
-    for option, row, match in answers:
-        # The parts of the option's value, for the places in the texts of the row.
-        matched_values = match.groups()
+    for option, row, match in matched_options:
+        values = match.groups()
         flags.append(option.flag)
-        if row.answer:
-            options_to_type.append(row.answer.format(*map(shlex.quote, matched_values)))
+        if row.replacement:
+            quoted_values = map(shlex.quote, values)
+            replacements.append(row.replacement.format(*quoted_values))
         if row.note:
-            notes.append(row.note.format(*matched_values, name=option.name))
+            notes.append(row.note.format(*values, name=option.name))
     # A dict keeps the order and drops repeated entries.
     unique_flags = list(dict.fromkeys(flags))
     hints = list(dict.fromkeys(notes))
-    if options_to_type:
-        hints.insert(0, " ".join(options_to_type))
+    if replacements:
+        hints.insert(0, " ".join(replacements))
     kind = "an option" if len(unique_flags) == 1 else "options"
     message = f"{kind} of {scheduler}, not of imgkit"
     return UsageError(message, where=", ".join(unique_flags), hint="\n".join(hints))
@@ -237,23 +240,37 @@ def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) 
     ----------
     own_options : the names of the verb's own options, and for each whether it takes a value.
     """
-    remaining_args = collections.deque(args)
-    while remaining_args:
-        # A queue is used because an option may consume the argument after it, too.
-        flag, value = _split_option(remaining_args.popleft())
-        next_argument = remaining_args[0] if remaining_args else ""
-        if flag in own_options:
-            takes_next = own_options[flag] and not value
-            if takes_next and remaining_args:
-                remaining_args.popleft()  # the value of the option, even if it looks like an option itself
-        elif flag == "-l":  # an option of PBS with a list of resources, each of which has its own answer
+    for argument, next_argument in _skip_own_options(args, own_options):
+        flag, value = _split_option(argument)
+        if flag == "-l":  # an option of PBS with a list of resources, each of which has a table row
             yield from _split_pbs_resources(flag, value or next_argument)
         elif re.match("--?[A-Za-z]", flag):
-            # An argument that begins with "-" is the next option and not a value.
+            # It is unknown whether this option takes a value. An argument with a dash is the next option.
+            possible_value = next_argument
             if next_argument.startswith("-"):
-                next_argument = ""
-            # The next argument stays in the queue, because it is unknown whether this option takes a value.
-            yield TypedOption(flag, flag, value, next_argument)
+                possible_value = ""
+            yield TypedOption(flag=flag, name=flag, value=value, next_argument=possible_value)
+
+
+def _skip_own_options(args: Sequence[str], own_options: Mapping[str, bool]) -> Iterator[tuple[str, str]]:
+    """Yield the arguments that are neither an option of the verb nor the value of such an option.
+
+    Each is yielded with the argument that follows it in `args`, or with "" if it is the last one.
+
+    Parameters
+    ----------
+    own_options : the names of the verb's options, and for each whether it takes a value.
+    """
+    is_value = False  # whether the argument is the value of the option before it, even if it has a dash
+    for argument, next_argument in zip(args, (*args[1:], ""), strict=True):
+        if is_value:
+            is_value = False
+            continue
+        flag, value = _split_option(argument)
+        if flag in own_options:
+            is_value = own_options[flag] and not value
+        else:
+            yield argument, next_argument
 
 
 def _split_option(argument: str) -> tuple[str, str]:
@@ -276,10 +293,10 @@ def _split_pbs_resources(flag: str, value: str) -> Iterator[TypedOption]:
     # contain colons.
     for resource in re.split("[:,](?=[a-z_]+=)", value):
         name, _, resource_value = resource.partition("=")
-        yield TypedOption(flag, name, resource_value)
+        yield TypedOption(flag=flag, name=name, value=resource_value)
 
 
-def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> Iterator[Answer]:
+def _match_options(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> Iterator[MatchedOption]:
     """Yield each option that a row describes, with the first such row. Other options are left out.
 
     `rows` is the table of one scheduler. A row that needs a special value comes before the general one.
@@ -288,7 +305,7 @@ def _find_answers(rows: Sequence[Row], typed_options: Sequence[TypedOption]) -> 
         for row in rows:
             match = _match_option(row, option)
             if match is not None:
-                yield Answer(option, row, match)
+                yield MatchedOption(option, row, match)
                 break
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def verb_show(
-    recipe: str = name_argument("RECIPE|IMAGE|FILE", "A recipe, an image, or a .sif or .sqsh file."),
+    name: str = name_argument("RECIPE|IMAGE|FILE", "A recipe, an image, or a .sif or .sqsh file."),
     as_json: bool = JSON,
 ) -> None:
     """Show a recipe, an image, a .sif or a .sqsh.
@@ -35,12 +35,12 @@ def verb_show(
       imgkit show mn5.sif
     """
     facts: FileFacts | PackagesFacts | ImageFacts
-    if file_facts.is_image_file(recipe):
-        facts = file_facts.read_file_facts(recipe)
-    elif _is_image(recipe):
-        facts = image_facts(recipe)
+    if file_facts.is_image_file(name):
+        facts = file_facts.read_file_facts(name)
+    elif _is_image(name):
+        facts = image_facts(name)
     else:
-        _show_recipe(recipe, as_json=as_json)
+        _show_recipe(name, as_json=as_json)
         return
     print_result(facts.to_dict(), *facts.lines(), as_json=as_json)
 

@@ -89,8 +89,9 @@ def verb_sif(
         return
     refuse_without_submit(job)
     if dry_run:
-        target, commands = plan_conversion(image, output, request)
-        print_result({"dry_run": True, "file": target, "commands": commands}, *commands, as_json=as_json)
+        plan = plan_conversion(image, output, request)
+        data = {"dry_run": True, "file": plan.target, "commands": plan.commands}
+        print_result(data, *plan.commands, as_json=as_json)
         return
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
         converted = convert(image, output, request, report=report)
@@ -137,10 +138,11 @@ def sif_command(sif: Path) -> str:
         argv = [runtime.command, "exec", *runtime.options]
     else:
         argv = ["singularity", "exec"]  # the recipe's options are for another runtime, and are left out
-    # A bind with a variable such as $SCRATCH gets its quotes here. `quote` below leaves it as it is then.
+    # A bind may contain a variable such as $SCRATCH, which the user's shell must expand.
     for bind in runtime.binds:
         argv += ["--bind", quoting.quote_with_site_variables(bind)]
     argv += [str(sif), "dist-train"]
+    # `quote` does not quote such a bind a second time, because its type is ShellText.
     return " ".join(quoting.quote(argument) for argument in argv)
 
 

@@ -166,4 +166,4 @@ def _cluster_path_faults(text: str, source: str, target: str) -> Iterator[rules.
     yield from rules.bind_mount(text)
     if not target or ":" in target:
         yield f"{text!r} does not say where the job sees it", f"write {source}:/DEST"
-    yield from recipe_rules.copy_target(target)
+    yield from recipe_rules.find_copy_target_faults(target)

@@ -17,7 +17,7 @@ from imgkit_builder.image.inside import ImageReport
 from imgkit_builder.oci import manifest as manifests
 from imgkit_builder.oci.manifest import MANIFEST_JSON, Manifest, Probe
 from imgkit_builder.oci.platform import kernel_names
-from imgkit_builder.recipe.bases import FLOOR
+from imgkit_builder.recipe.bases import OLDEST_PYTHON
 from imgkit_entrypoints import __version__, json_text, system
 from imgkit_entrypoints.errors import UsageError
 
@@ -120,9 +120,9 @@ def _check_python(report: ImageReport) -> Check:
     """Check that the image's Python is new enough for the entry points."""
     version = tuple(int(part) for part in report.python.split(".")[:2])
     problem = ""
-    if version < FLOOR:
+    if version < OLDEST_PYTHON:
         problem = report.python
-    floor = ".".join(map(str, FLOOR))
+    floor = ".".join(map(str, OLDEST_PYTHON))
     hint = f"the entry points need Python {floor}: use a newer base"
     return _make_check("python", report.python, problem=problem, hint=hint)
 

@@ -399,7 +399,7 @@ def _looks_like_data(folder: Path, name: str) -> bool:
         return False
     if Path(f"{path}.manifest.json").exists():  # imgkit writes X.tar.manifest.json beside an archive X.tar
         return False
-    for marker in sources.MARKERS:  # files that only caches and virtual environments have
+    for marker in sources.CACHE_MARKERS:  # files that only caches and virtual environments have
         if Path(path, marker).exists():
             return False
     return _is_larger_than(path, _DATA_BYTES)

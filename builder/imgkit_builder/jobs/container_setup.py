@@ -114,7 +114,7 @@ def _select_workdir(recipe: Target, requested: ContainerRequest) -> str:
     """
     if requested.workdir == ".":  # the job's folder, even if the recipe sets another one
         return ""
-    faults = list(rules.image_path(requested.workdir)) if requested.workdir else []
+    faults = list(rules.find_image_path_faults(requested.workdir)) if requested.workdir else []
     if faults:
         message, hint = faults[0]
         raise UsageError(message, where="--workdir", hint=f"{hint}; .: the job's folder")

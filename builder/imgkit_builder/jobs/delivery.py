@@ -22,7 +22,7 @@ from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.build import build, plan
 from imgkit_builder.workflow.build_record import built_image_id
 from imgkit_builder.workflow.build_request import BuildRequest
-from imgkit_builder.workflow.convert import compression_for, convert, engine_image
+from imgkit_builder.workflow.convert import compression_for, convert, open_engine_image
 from imgkit_builder.workflow.names import system_of
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing
 
@@ -147,7 +147,7 @@ class Delivery:
 
     def _convert_recipe(self) -> None:
         """Convert the recipe's image from the container engine, such as Docker, to the local .sif."""
-        with engine_image(self.source.recipe) as engine_source:
+        with open_engine_image(self.source.recipe) as engine_source:
             options = Options(compression=compression_for(system_of(self.source.recipe)))
             sif_convert.convert(engine_source, self.source.sif, options, self.report)
 

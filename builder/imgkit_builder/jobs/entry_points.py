@@ -410,8 +410,8 @@ def _version_problem(python: PythonReport) -> str:
     The text is the end of a sentence about the path and the version: `` and has no torch``.
     """
     version = tuple(map(int, python.version.split(".")[:2]))
-    if version < bases.FLOOR:
-        return f"; the entry points need Python {'.'.join(map(str, bases.FLOOR))}"
+    if version < bases.OLDEST_PYTHON:
+        return f"; the entry points need Python {'.'.join(map(str, bases.OLDEST_PYTHON))}"
     if not python.torch:
         return " and has no torch"
     return ""

@@ -55,7 +55,8 @@ class NewFolder:
         If no valid name can be made from the folder's name, the result is ``project``.
         """
         name = re.sub(r"[^a-z0-9]+", "-", self.folder.name.lower()).strip("-")[:40]
-        if not name or any(rules.recipe_name(name)):  # the rule yields a text for each mistake in a name
+        has_faults = any(rules.find_recipe_name_faults(name))
+        if not name or has_faults:
             return "project"
         return name
 
@@ -180,11 +181,11 @@ def _job_command(options: NewFolder) -> tuple[str, ...]:
 def _find_required_keys(parent: Target) -> Mapping[str, bool]:
     """Return each key that a job on the parent recipe's system needs, and whether that recipe sets it."""
     queue = parent.system.queue
-    has_value: dict[str, bool] = {}
+    is_set_by_recipe: dict[str, bool] = {}
     for field in queue.required:
         key = "queue" if field == "name" else field  # the recipe's system.queue.name
-        has_value[key] = bool(getattr(queue, field))
-    return has_value
+        is_set_by_recipe[key] = bool(getattr(queue, field))
+    return is_set_by_recipe
 
 
 def next_steps(options: NewFolder, folder: Path) -> Iterator[str]:
@@ -196,23 +197,25 @@ def next_steps(options: NewFolder, folder: Path) -> Iterator[str]:
     ----------
     folder : the folder in `options`, as the user typed it.
     """
-    parent = options.parent
+    parent_recipe = options.parent
     if not options.command:
-        names = " or ".join(program.find_start_scripts(options.folder)) or "your program"
-        yield f"command in imgkit.toml: the one that starts {names}"
+        programs = " or ".join(program.find_start_scripts(options.folder)) or "your program"
+        yield f"command in imgkit.toml: the one that starts {programs}"
     # A .sif is for a cluster, so the job needs a remote.
-    starts_sif = runtimes.get_runtime(parent.system.runtime.kind).image_suffix == ".sif"
+    starts_sif = runtimes.get_runtime(parent_recipe.system.runtime.kind).image_suffix == ".sif"
     if starts_sif and not options.remote:
         yield "imgkit remote add NAME USER@HOST:DIR, and its name in imgkit.toml"
-    for key, has_value in _find_required_keys(parent).items():
+    for key, is_set_by_recipe in _find_required_keys(parent_recipe).items():
         # The new imgkit.toml always has a time limit.
-        if not has_value and key != "time" and not options.values[key]:
-            yield f"{key} in imgkit.toml, which {parent.name} needs"
+        is_set = is_set_by_recipe or key == "time" or options.values[key]
+        if not is_set:
+            yield f"{key} in imgkit.toml, which {parent_recipe.name} needs"
+    first_command, *other_commands = _list_build_and_run_commands(options)
     # The file names in these commands are relative to the new folder.
-    commands = _list_build_and_run_commands(options)
     if folder != Path():
-        commands[0] = f"cd {shlex.quote(str(folder))} && {commands[0]}"
-    yield from commands
+        first_command = f"cd {shlex.quote(str(folder))} && {first_command}"
+    yield first_command
+    yield from other_commands
 
 
 def _list_build_and_run_commands(options: NewFolder) -> list[str]:
@@ -235,9 +238,11 @@ def _list_build_and_run_commands(options: NewFolder) -> list[str]:
     # The other runtimes start a .sif on a cluster. For them, imgkit run builds, converts and copies the
     # image.
     commands = commands_of_runtime.get(kind, ["imgkit run --dry-run && imgkit run"])
+    # Without a scheduler, jobs can also run on a list of hosts.
     takes_hosts = systems.get_system(system.scheduler).abilities.takes_hosts
-    # Without a scheduler, jobs can also run on a list of hosts, which pull the image from a registry.
-    if takes_hosts and not runtimes.get_runtime(kind).image_suffix:
+    # A runtime whose images are no files gets them from a registry.
+    pulls_from_registry = not runtimes.get_runtime(kind).image_suffix
+    if takes_hosts and pulls_from_registry:
         commands.append(f"{push} && imgkit run --hosts HOST1,HOST2 --image {image}")
     return commands
 

@@ -178,7 +178,7 @@ def _propose_step(file: str, lines: tuple[str, ...]) -> PipProposal:
     left_out = []
     for line in lines:
         # A list of packages in a recipe cannot contain options and URLs, which a requirements file may have.
-        if line in unfit_lines or any(rules.pip_package(line)):
+        if line in unfit_lines or any(rules.find_pip_package_faults(line)):
             left_out.append(terminal.escape_controls(line))  # it is shown to the user
         else:
             listed_packages.append(line)

@@ -15,7 +15,7 @@ from imgkit_builder.packages import add
 from imgkit_builder.recipe.model import KEYS, Flag, Short
 from imgkit_builder.recipe.problems import Collector, Position, RecipeErrors, parse_toml_file
 from imgkit_builder.recipe.system_files import is_path
-from imgkit_builder.recipe.validation import Mistake, rule_of, validate
+from imgkit_builder.recipe.validation import Mistake, make_rule, validate
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import EnvValue, Line
@@ -46,26 +46,27 @@ class ProjectValues:
 
     remote: Line = ""
     recipe: Line = ""
-    account: Annotated[str, rule_of(partial(quoting.check_flag_value, "--account"))] = ""
-    queue: Annotated[str, rule_of(partial(quoting.check_flag_value, "--queue"))] = ""
-    qos: Annotated[str, rule_of(partial(quoting.check_flag_value, "--qos"))] = ""
-    time: Annotated[str, rule_of(partial(quoting.parse_time_limit, where=""))] = ""
-    nodes: Annotated[str, rule_of(resolve.parse_nodes), Short(_number_as_text)] = ""
-    mem: Annotated[str, rule_of(partial(memory.parse_size, where=""))] = ""
-    mem_per_gpu: Annotated[str, rule_of(partial(memory.parse_size, where=""))] = ""
+    account: Annotated[str, make_rule(partial(quoting.check_flag_value, "--account"))] = ""
+    queue: Annotated[str, make_rule(partial(quoting.check_flag_value, "--queue"))] = ""
+    qos: Annotated[str, make_rule(partial(quoting.check_flag_value, "--qos"))] = ""
+    time: Annotated[str, make_rule(partial(quoting.parse_time_limit, where=""))] = ""
+    nodes: Annotated[str, make_rule(resolve.parse_nodes), Short(_number_as_text)] = ""
+    mem: Annotated[str, make_rule(partial(memory.parse_size, where=""))] = ""
+    mem_per_gpu: Annotated[str, make_rule(partial(memory.parse_size, where=""))] = ""
     options: tuple[
-        Annotated[Line, rule_of(partial(quoting.check_scheduler_option, where="options"), required=True)], ...
+        Annotated[Line, make_rule(partial(quoting.check_scheduler_option, where="options"), required=True)],
+        ...,
     ] = ()
     """Options for the scheduler, which follow those of the recipe. Each is one argument."""
     binds: tuple[Bind, ...] = ()
-    env: tuple[Annotated[EnvValue, rule_of(container_setup.split_variable)], ...] = ()
+    env: tuple[Annotated[EnvValue, make_rule(container_setup.split_variable)], ...] = ()
     """Variables: ``NAME=VALUE``, or ``NAME`` for the value that the variable has on this machine."""
     code: Line = ""
     """The folder of code to mount over /workspace, relative to the file's folder."""
     group_readable: Flag = False
-    data: tuple[Annotated[Line, rule_of(spec.parse_spec)], ...] = ()
+    data: tuple[Annotated[Line, make_rule(spec.parse_spec)], ...] = ()
     """Data of the job: folders below the file's folder, or ``/SRC:/DEST`` on the cluster."""
-    packages: tuple[Annotated[Line, rule_of(add.check_requirement)], ...] = ()
+    packages: tuple[Annotated[Line, make_rule(add.check_requirement)], ...] = ()
     """Requirements of Python packages, which ``imgkit add`` puts into a file beside the image."""
     command: tuple[Line, ...] = ()
 
@@ -147,7 +148,7 @@ def parse_text(text: str, file: Path) -> ProjectFile:
     ------
     UsageError : `text` is not TOML, or has an unknown key or a wrong value.
     """
-    problems = Collector(shows=(file.parent.resolve(),))
+    problems = Collector(visible_folders=(file.parent.resolve(),))
     data = parse_toml_file(text, file, problems, 'write KEY = "VALUE"')
     positions = {key: _key_position(key, text, file) for key in data}
     # A key with an empty value counts as not set. `imgkit init` writes such keys for the user to fill in.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 CURRENT = "current"
 """The value of ``--base`` that selects ``image.current_base``. No image can have this name, because an image
 reference has a tag."""
-FLOOR = (3, 10)
+OLDEST_PYTHON = (3, 10)
 """The oldest version of Python that the entry points support."""
 NONE = "none"
 """The value in the table for a component that an image does not contain."""
@@ -94,10 +94,11 @@ class Base:
             return None
         return cuda_drivers.first_driver(self.cuda.value)
 
-    def cells(self) -> Iterator[tuple[str, Cell | None]]:
-        """Yield the name and cell of each column, in the order of the table.
+    def list_columns(self) -> Iterator[tuple[str, Cell | None]]:
+        """Yield each column of the table of base images: its name, and the cell of this image.
 
-        The driver comes after CUDA, because it is derived from the version of CUDA.
+        A cell has a value and its source. It is None if the value is unknown. The tag is no column, because
+        it names the image. The driver comes after CUDA, because it is derived from the version of CUDA.
         """
         for column in fields(self):
             if column.name == "tag":
@@ -107,7 +108,7 @@ class Base:
             if column.name == "cuda":
                 driver = None
                 if self.driver:
-                    driver = Cell(str(self.driver), cuda_drivers.SOURCE)
+                    driver = Cell(value=str(self.driver), source=cuda_drivers.SOURCE)
                 yield "driver", driver
 
 
@@ -224,8 +225,11 @@ def _list_bases_for_driver(branch: int) -> list[Base]:
     return [base for base in load_table() if base.driver and base.driver <= branch]
 
 
-def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
-    """Yield reasons why `image` may not work well on `system`, each with the key of the recipe to change."""
+def find_warnings(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
+    """Yield warnings that `image` may not work well on `system`, each with the key of the recipe to change.
+
+    A warning is a pair of a message and a hint.
+    """
     for key in ("base", "current_base"):
         reference = getattr(image, key)
         if not reference:
@@ -233,9 +237,10 @@ def find_doubts(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fa
         for warning in _check_base(reference, image, system):
             yield ("image", key), warning
     yield from _find_known_issues(image, system)
-    evidence = amd_node_evidence(system)
-    if evidence:
-        yield ("system", "node"), amd_warning(evidence)
+    # A sentence that says why the GPUs seem to be AMD's, or "".
+    amd_evidence = amd_node_evidence(system)
+    if amd_evidence:
+        yield ("system", "node"), amd_warning(amd_evidence)
 
 
 def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[Fault]:
@@ -243,9 +248,10 @@ def _check_base(reference: str, image: Image, system: SystemFacts) -> Iterator[F
     yield from _check_python(reference)
     yield from _check_driver(reference, system)
     yield from _check_nccl_plugin(reference, image, system)
-    evidence = amd_image_evidence(reference)
-    if evidence:
-        yield amd_warning(evidence)
+    # A sentence that says why the image seems to be for AMD GPUs, or "".
+    amd_evidence = amd_image_evidence(reference)
+    if amd_evidence:
+        yield amd_warning(amd_evidence)
 
 
 def _find_known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyPath, Fault]]:
@@ -254,20 +260,24 @@ def _find_known_issues(image: Image, system: SystemFacts) -> Iterator[tuple[KeyP
     An issue applies if its conditions match the versions in a base and the values of `system`. A recipe can
     name a second, newer base as ``current_base``. If both bases have an issue, it is yielded once.
     """
-    reported = set()
+    reported_ids = set()
+    # The empty mapping replaces the environment, so the file with the issues of this machine's site is not
+    # read.
+    issues = known_issues.load_issues(system.known_issues, {})
     for key in ("base", "current_base"):
-        lookup = _make_lookup(getattr(image, key) or "", system)
-        # The empty mapping replaces the environment, so the file with the issues of this machine's site is
-        # not read.
-        for issue in known_issues.load_issues(system.known_issues, {}):
+        reference = getattr(image, key)
+        if not reference:
+            continue  # `current_base` is optional
+        lookup = _make_lookup(reference, system)
+        for issue in issues:
             # The effect "set" changes variables of a job, so it is no reason for a warning here.
-            if issue.effect not in ("warn", "refuse") or issue.id in reported:
+            if issue.effect not in ("warn", "refuse") or issue.id in reported_ids:
                 continue
-            evaluation = known_issues.evaluate_issue(issue, lookup)
-            if evaluation.state == "match":
-                # If a value in the condition is unknown, the state is not "match", and nothing is reported.
-                reported.add(issue.id)
-                yield ("image", key), (evaluation.message, issue.hint)
+            # The state is "match", "no match", or "unknown" if the condition needs a value that is unknown.
+            result = known_issues.evaluate_issue(issue, lookup)
+            if result.state == "match":
+                reported_ids.add(issue.id)
+                yield ("image", key), (result.message, issue.hint)
 
 
 def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
@@ -279,7 +289,7 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
     facts = {}
     base = ngc_image(reference)
     if base is not None:
-        facts = {name: cell.value for name, cell in base.cells() if cell}
+        facts = {name: cell.value for name, cell in base.list_columns() if cell}
     # The table contains at most one variable per image, such as "NCCL_NET_PLUGIN=ofi".
     base_variable, _, base_value = facts.get("variables", "").partition("=")
     env = {base_variable: base_value, **system.env}
@@ -294,15 +304,19 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
     }
 
     def lookup(name: str) -> Value:
-        """Return the value of a fact such as ``driver``, or of a variable such as ``$NCCL_DEBUG``."""
+        """Return the value of a fact such as ``driver``, or of a variable such as ``$NCCL_DEBUG``.
+
+        The enclosing function has collected the facts, and the variables that the base or the system sets
+        (`env`).
+        """
         if name in known_issues.FACTS:
-            text = facts.get(name, "")
-            return Value(text, f"{known_issues.FACTS[name]} {text or 'unknown'}")
+            fact = facts.get(name, "")
+            return Value(text=fact, evidence=f"{known_issues.FACTS[name]} {fact or 'unknown'}")
         variable = name.removeprefix("$")
-        text = env.get(variable, "")
-        # `is_requested` is None, which means unknown: a node leaves out variables that its network does not
-        # need.
-        return Value(text, f"{variable}={text}", is_requested=None, is_known=variable in env)
+        value = env.get(variable, "")
+        # Whether a job requests the variable is unknown (None), because a node leaves out variables that its
+        # network does not need.
+        return Value(text=value, evidence=f"{variable}={value}", is_requested=None, is_known=variable in env)
 
     return lookup
 
@@ -342,20 +356,20 @@ CPU_WORK = (
 
 
 def _check_python(reference: str) -> Iterator[Fault]:
-    """Yield a warning if the base's Python is older than `FLOOR`."""
+    """Yield a warning if the base's Python is older than `OLDEST_PYTHON`, such as (3, 10)."""
     # The text is a version, or a tag that begins with one, such as "3.12-slim". A tag such as "latest" does
     # not match.
-    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", _find_python_version(reference))
-    if match and (int(match[1]), int(match[2])) < FLOOR:
-        least = ".".join(map(str, FLOOR))
+    match = re.match(r"([0-9]{1,3})\.([0-9]{1,3})(?![0-9])", _find_version_or_tag(reference))
+    if match and (int(match[1]), int(match[2])) < OLDEST_PYTHON:
+        oldest_version = ".".join(map(str, OLDEST_PYTHON))
         yield (
-            f"{reference} has Python {match[0]}: imgkit's entry points need {least} or newer",
-            f"choose a base with Python {least}; imgkit list --bases",
+            f"{reference} has Python {match[0]}: imgkit's entry points need {oldest_version} or newer",
+            f"choose a base with Python {oldest_version}; imgkit list --bases",
         )
 
 
-def _find_python_version(reference: str) -> str:
-    """Return the Python version of a base, or an empty text if it is unknown.
+def _find_version_or_tag(reference: str) -> str:
+    """Return the Python version of a base, or a tag that may begin with it. If both are unknown, return "".
 
     For NVIDIA's images, the table has the version. For Docker Hub's Python images, the result is the tag,
     such as ``3.12-slim``.

@@ -29,23 +29,24 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
     is_complete : False if a parent recipe could not be read. A missing key is then no problem, because the
         parent may set it.
     """
-    # The keys of values with a problem. Later rules skip them, so that one mistake causes only one message.
+    # The paths of values with a problem. Later checks skip them, so that one mistake causes only one message.
     faulty = _report_empty_values(tree, problems)
     document, mistakes = validate(Document, to_data(tree))
     for mistake in mistakes:
         may_be_inherited = mistake.kind == "missing" and not is_complete
         if mistake.path not in faulty and not may_be_inherited:
             _report(mistake, tree, problems)
-        # A mistake can be about a missing key. Only a wrong value is marked, or the nearest one above it.
-        if mistake.is_value:
-            _, path = tree.deepest(mistake.path)
-            faulty.add(path)
+        if mistake.is_value:  # and not about a key, which may be missing or unknown
+            # If a short form stands for a list, as in `platform: arm64`, the item of that list is not in the
+            # tree, and the nearest path is that of the short form.
+            _, nearest_path = tree.deepest(mistake.path)
+            faulty.add(nearest_path)
     for path, node in tree.walk():
         if isinstance(node, Scalar) and node.type == "text" and path not in faulty:
             _check_text(path, node, problems)
     # These rules concern several keys at once. They read `tree`, so they also run if there is no document.
-    for rule in (_check_secrets, _check_pip_steps, _check_platforms, _check_runtime, _check_scheduler):
-        rule(tree, problems)
+    for check_rule in (_check_secrets, _check_pip_steps, _check_platforms, _check_runtime, _check_scheduler):
+        check_rule(tree, problems)
     named_files.check(tree, problems, faulty)
     return document
 
@@ -53,7 +54,7 @@ def check(tree: Table, problems: Collector, *, is_complete: bool) -> Document | 
 def _report_empty_values(tree: Table, problems: Collector) -> set[KeyPath]:
     """Report keys without a value, or with ``null`` or ``~``, which YAML reads as no value.
 
-    Return their paths.
+    Return their paths. The caller does not report them again when pydantic refuses their values.
     """
     paths = set()
     for path, node in tree.walk():
@@ -66,7 +67,6 @@ def _report_empty_values(tree: Table, problems: Collector) -> set[KeyPath]:
             message = f"{node.text} is read as no value"
             hint = f'quote it if it is text: "{node.text}"'
         problems.error(node.position, path, message, hint)
-    # The caller does not report these keys again when pydantic refuses their values.
     return paths
 
 
@@ -127,8 +127,11 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
     pydantic sees only the data. The message also needs the original text and how YAML reads it. For example,
     the unquoted ``24.10`` is the number 24.1.
     """
-    node, path = tree.deepest(mistake.path)
+    # The value itself, or the nearest one above it: a missing key and the list of a short form are not in the
+    # file.
+    node, nearest_path = tree.deepest(mistake.path)
     if mistake.kind == "missing":
+        # The position is that of the mapping without the key, and the message names the key.
         hint = f"add `{mistake.path[-1]}: ...`"
         if len(mistake.path) < 3:
             # The key is near the top: a whole section such as `image` is missing, or its base.
@@ -137,21 +140,21 @@ def _report(mistake: Mistake, tree: Table, problems: Collector) -> None:
     elif mistake.is_key:
         _report_key(mistake, tree, problems)
     elif mistake.kind == "rule":
-        problems.error(node.position, path, mistake.message, mistake.hint)
+        problems.error(node.position, nearest_path, mistake.message, mistake.hint)
     else:
         message, hint = _describe_wrong_value(node, mistake)
-        problems.error(node.position, path, message, hint)
+        problems.error(node.position, nearest_path, message, hint)
 
 
 def _report_key(mistake: Mistake, tree: Table, problems: Collector) -> None:
     """Report a key that is unknown, or whose name breaks a rule."""
     *parents, name = mistake.path
-    # The mapping that contains the key, or the nearest value above it.
-    table, _ = tree.deepest(tuple(parents))
-    # Use the position of the key itself if its parent is a mapping in the file.
-    position = table.position
-    if isinstance(table, Table):
-        position = table.keys[str(name)]
+    # The mapping that contains the key. If that mapping comes from a short form, it is not in the file, and
+    # the nearest value above it takes its place.
+    parent_node, _ = tree.deepest(tuple(parents))
+    position = parent_node.position
+    if isinstance(parent_node, Table):
+        position = parent_node.keys[str(name)]
     message, hint = mistake.message, mistake.hint
     if mistake.kind == "unknown":
         message, hint = _describe_unknown_key(mistake.path)
@@ -185,34 +188,42 @@ def _describe_unknown_key(path: KeyPath) -> tuple[str, str]:
 
 
 def _describe_wrong_value(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
-    """Return the message and the hint for a value that has a wrong type or is not allowed.
-
-    Often YAML has read text as another type. For example, ``24.10`` becomes the number 24.1. The hint then
-    shows the text in quotes.
-    """
-    is_choice = mistake.kind == "choice"
-    if isinstance(node, Scalar) and node.type == "text" and is_choice:
-        return _describe_wrong_choice(node, mistake)
-    if isinstance(node, Scalar) and node.type != "text":
-        if is_choice or mistake.expected == "text":
-            message = f"must be text, but YAML reads {node.text} as {_describe_reading(node)}"
-            return message, f'quote it: "{node.text}"'
-        # An integer that `to_data` has refused, such as 0644 or 1_000. YAML reads it as another number.
-        if mistake.expected == "an integer" and node.type == "integer":
-            return f"YAML reads {node.text} as {_describe_reading(node)}", "write plain decimal digits"
+    """Return the message and the hint for a value that has a wrong type or is not allowed."""
+    if isinstance(node, Scalar) and node.type != "text":  # YAML reads a number or a date, for example
+        if mistake.kind == "choice" or mistake.expected == "text":
+            return _describe_unquoted_text(node)
         if mistake.expected == "an integer":
-            return f"must be an integer, not {describe_kind(node)}", ""
-    if is_choice:
-        return f"must be text, not {describe_kind(node)}", allowed_hint("", mistake.choices)
+            return _describe_wrong_integer(node)
+    if mistake.kind == "choice":
+        return _describe_wrong_choice(node, mistake)
     form, hint = _FORMS[mistake.expected]
     return f"must be {form}, not {describe_kind(node)}", hint
 
 
-def _describe_wrong_choice(node: Scalar, mistake: Mistake) -> tuple[str, str]:
-    """Return the message and the hint for a text that is not one of the allowed values.
+def _describe_unquoted_text(node: Scalar) -> tuple[str, str]:
+    """Return the message and the hint for a text without quotes that YAML reads as another type.
+
+    For example, ``24.10`` becomes the number 24.1.
+    """
+    message = f"must be text, but YAML reads {node.text} as {_describe_reading(node)}"
+    return message, f'quote it: "{node.text}"'
+
+
+def _describe_wrong_integer(node: Scalar) -> tuple[str, str]:
+    """Return the message and the hint for a scalar that is not text and cannot be used as an integer."""
+    # An integer that is not written in plain decimal digits, such as 0644, which YAML reads as 420.
+    if node.type == "integer":
+        return f"YAML reads {node.text} as {_describe_reading(node)}", "write plain decimal digits"
+    return f"must be an integer, not {describe_kind(node)}", ""
+
+
+def _describe_wrong_choice(node: YamlNode, mistake: Mistake) -> tuple[str, str]:
+    """Return the message and the hint for a text, list or mapping that is not one of the allowed values.
 
     For a container runtime that imgkit does not support, the message gives the reason.
     """
+    if not isinstance(node, Scalar):
+        return f"must be text, not {describe_kind(node)}", allowed_hint("", mistake.choices)
     name = node.text.lower()
     if mistake.path[-1] == "kind" and name in _UNSUPPORTED_RUNTIMES:
         reason = _UNSUPPORTED_RUNTIMES[name]
@@ -252,41 +263,52 @@ def _check_text(path: KeyPath, node: Scalar, problems: Collector) -> None:
     the reference is replaced by the value that the base sets. Other references are not expanded, so they
     cause an error or a warning.
     """
-    *parents, name = path
+    *parents, _ = path
     # For example: ("image", "args", "VERSION"), ("image", "env", "PATH"), ("image", "pip", 0, "env", "CC")
     is_argument = parents == ["image", "args"]
-    is_variable = is_argument or (parents[:1] == ["image"] and parents[-1] == "env")
-    if not is_variable:
-        has_own_name = parents in (["image", "labels"], ["system", "env"])
-        _warn_of_secret(path, node, problems, has_own_name=has_own_name)
-        return
-    variable = str(name)
+    is_variable = parents[:1] == ["image"] and parents[-1] == "env"
+    if is_argument or is_variable:
+        _check_variable(path, node, problems, is_argument=is_argument)
+    else:
+        is_key_chosen = parents in (["image", "labels"], ["system", "env"])
+        _warn_of_secret(path, node, problems, is_key_chosen=is_key_chosen)
+
+
+def _check_variable(path: KeyPath, node: Scalar, problems: Collector, *, is_argument: bool) -> None:
+    """Check the value of a variable of the image, or of an argument of the build (``image.args``).
+
+    The last key of `path` is the name of the variable. Report a reference to the variable itself that imgkit
+    cannot expand. Otherwise warn if the value looks like a secret, or has a reference to another variable.
+    """
+    name = str(path[-1])
     # A variable may extend the value that the base image sets. An argument has no earlier value.
-    fault = rules.variable_fault(variable, node.text, has_earlier_value=not is_argument)
+    fault = rules.find_variable_fault(name, node.text, has_earlier_value=not is_argument)
     if fault is not None:
         problems.error(node.position, path, *fault)
         return
-    _warn_of_secret(path, node, problems, has_own_name=True)
+    _warn_of_secret(path, node, problems, is_key_chosen=True)
     # Only a reference to the variable itself is expanded. Any other `$NAME` stays in the value as text.
     has_reference = re.search(r"\$\{?[A-Za-z_]", node.text)
-    if has_reference and rules.split_inherited(variable, node.text) is None:
+    is_expanded = rules.split_inherited(name, node.text) is not None
+    if has_reference and not is_expanded:
         problems.warn(node.position, path, "variables are not expanded: the $ stays", "write the whole value")
 
 
-def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, has_own_name: bool) -> None:
-    """Warn if a value looks like a secret, or if its key does, such as ``API_TOKEN``.
+def _warn_of_secret(path: KeyPath, node: Scalar, problems: Collector, *, is_key_chosen: bool) -> None:
+    """Warn if the text of `node` looks like a secret, or if its key does, such as ``API_TOKEN``.
 
-    The key is checked only if `has_own_name` is true: the author has chosen the last key of `path`, as the
-    name of a variable or label.
+    Parameters
+    ----------
+    is_key_chosen : whether the author has chosen the last key of `path`, as the name of a variable or label.
+        Only such a key is checked.
     """
     secret = secret_patterns.find_secret(node.text)
     if secret:
-        hint = _PUBLIC_HINT
-        # A step can use a build secret instead, so its hint is another one.
-        if path[:2] in (("image", "pip"), ("image", "run")):
-            hint = named_files.IN_HISTORY
+        # A build step can use a secret without storing it, so its hint says how.
+        is_in_step = path[:2] in (("image", "pip"), ("image", "run"))
+        hint = named_files.IN_HISTORY if is_in_step else _PUBLIC_HINT
         problems.warn(node.position, path, f"this looks like {secret}", hint)
-    elif has_own_name and secret_patterns.is_secret(str(path[-1]), node.text):
+    elif is_key_chosen and secret_patterns.is_secret(str(path[-1]), node.text):
         problems.warn(node.position, path, "this looks like a secret", _PUBLIC_HINT)
 
 
@@ -340,12 +362,10 @@ def _check_declared_secrets(tree: Table, problems: Collector) -> dict[str, tuple
                 message = f"{name_node.text} is declared twice"
                 problems.error(name_node.position, (*path, "id"), message, "keep one of them")
             declared.setdefault(name_node.text, (name_node, path))
-        # Equal means that both keys are set, or neither.
-        if ("env" in secret.entries) == ("file" in secret.entries):
-            given_keys = "both"
-            if "env" not in secret.entries:
-                given_keys = "neither"
-            message = f"needs exactly one of env, file; it has {given_keys}"
+        has_env = "env" in secret.entries
+        has_file = "file" in secret.entries
+        if has_env == has_file:
+            message = f"needs exactly one of env, file; it has {'both' if has_env else 'neither'}"
             hint = "env: NAME is a variable of this machine, file: PATH a file"
             problems.error(secret.position, path, message, hint)
     return declared
@@ -438,7 +458,7 @@ def _check_runtime(tree: Table, problems: Collector) -> None:
 def _check_scheduler(tree: Table, problems: Collector) -> None:
     """Report a scheduler that neither imgkit nor a plug-in provides."""
     for path, node in tree.select_texts("system", "scheduler"):
-        fault = systems.scheduler_fault(node.text)
+        fault = systems.find_scheduler_fault(node.text)
         if fault is not None:
             problems.error(node.position, path, *fault)
 
@@ -460,6 +480,6 @@ def check_system(facts: SystemFacts, tree: Table, problems: Collector) -> None:
         path = ("system", "runtime", "command")
         message = f"{facts.scheduler} starts containers by podman alone: imgkit run refuses {runtime.command}"
         problems.warn(tree.position_of(path), path, message, "command: podman, or podman-hpc")
-    for fault in registration.faults(facts):
+    for fault in registration.find_faults(facts):
         path = ("system", *fault.path)
         problems.error(tree.position_of(path), path, fault.what, fault.hint)

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from imgkit_builder.recipe.model import Recipe
 from imgkit_builder.recipe.problems import KeyPath, Problem, key_text, nearest_position
-from imgkit_recipes import FOLDER
+from imgkit_recipes import FOLDER as SHIPPED_FOLDER
 
 PROGRAMS = ("singularity", "apptainer", "docker", "podman", "kubectl", "runai")
 _HARMLESS_OPTIONS = ("--nv", "--rocm", "--cleanenv", "--contain", "--containall", "--no-home", "--gpus=all")
@@ -21,21 +21,27 @@ _EXECUTING_VARIABLES = (
     *("BASH_ENV", "ENV", "IFS", "PROMPT_COMMAND", "PERL5OPT", "PERL5LIB"),
 )
 """Variables that determine what other programs execute."""
-_HINT = "read it, and use the recipe only if you trust its author"
+_TRUST_HINT = "read it, and use the recipe only if you trust its author"
 
 Effects = Iterator[tuple[KeyPath, str]]
 
 
 def find_host_effects(recipe: Recipe) -> tuple[Problem, ...]:
     """Return a warning for each value of `recipe` that takes effect outside of the image."""
-    problems = []
-    for rule in (_find_runtime_effects, _find_option_effects, _find_variable_effects, _find_secret_effects):
-        for path, message in rule(recipe):
-            position = nearest_position(recipe.positions, path)
-            # A default has no position. A value in a shipped recipe is part of imgkit.
-            if position is not None and not position.file.is_relative_to(FOLDER):
-                problems.append(Problem(position=position, key=key_text(path), what=message, hint=_HINT))
-    return tuple(problems)
+    effects = [
+        *_find_runtime_effects(recipe),
+        *_find_option_effects(recipe),
+        *_find_variable_effects(recipe),
+        *_find_secret_effects(recipe),
+    ]
+    warnings = []
+    for path, message in effects:
+        position = nearest_position(recipe.positions, path)
+        # A default has no position. A value in a shipped recipe is part of imgkit.
+        if position is None or position.file.is_relative_to(SHIPPED_FOLDER):
+            continue
+        warnings.append(Problem(position=position, key=key_text(path), what=message, hint=_TRUST_HINT))
+    return tuple(warnings)
 
 
 def _find_runtime_effects(recipe: Recipe) -> Effects:

@@ -30,7 +30,8 @@ from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, desc
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.system import SystemFacts
-from imgkit_recipes import FOLDER, recipe_names, recipe_path
+from imgkit_recipes import FOLDER as SHIPPED_FOLDER
+from imgkit_recipes import recipe_names, recipe_path
 
 APPENDED: frozenset[KeyPath] = frozenset(
     {("image", key) for key in ("ca", "secrets", "apt", "pip", "copy", "run")}
@@ -61,10 +62,10 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     file = locate_recipe(ref, Path.cwd())
     # A recipe of unknown origin can extend any file on this machine. Messages quote only files in these
     # folders, so that they cannot reveal a secret.
-    folders = (file.parent, FOLDER, system_files.site_folder())
-    problems = Collector(shows=tuple(folder.resolve() for folder in folders))
+    folders = (file.parent, SHIPPED_FOLDER, system_files.site_folder())
+    problems = Collector(visible_folders=tuple(folder.resolve() for folder in folders))
     # The recipe is named after its file. The name is not a key, so the check of the keys does not cover it.
-    for message, hint in rules.recipe_name(file.stem):
+    for message, hint in rules.find_recipe_name_faults(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
     merged = _read_with_parents(file, problems)
     if merged.tree is None:
@@ -72,7 +73,7 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     # Replace the arguments first, so that the new values are checked, too.
     tree = _replace_args(merged.tree, build_args)
     document = _make_document(tree, problems, file, is_complete=merged.is_complete)
-    positions = _positions(tree)
+    positions = _list_positions(tree)
     # The digest of the recipe is made from `document`, whose paths are still relative, so that it does not
     # depend on the folder.
     image: Image = _make_absolute(document.image, ("image",), positions)
@@ -109,17 +110,7 @@ def _make_document(tree: Table, problems: Collector, file: Path, *, is_complete:
     """
     document = check(tree, problems, is_complete=is_complete)
     if document is not None:
-        # A plug-in is loaded only if the recipe names it. Its rules need complete values, so they run after
-        # `check`.
-        if systems.is_scheduler(document.system.scheduler):
-            check_system(document.system, tree, problems)
-        for index, issue in enumerate(document.system.known_issues):
-            for key, (message, hint) in issue.faults():
-                path: KeyPath = ("system", "known_issues", index, key)
-                problems.error(tree.position_of(path), path, message, hint)
-        # A doubt, such as a driver that may be too old, does not make the recipe unusable. It is a warning.
-        for path, (message, hint) in bases.find_doubts(document.image, document.system):
-            problems.warn(tree.position_of(path), path, message, hint)
+        _check_document(document, tree, problems)
     if document is None or problems.errors:
         # The requested file comes first. Within each file, problems are sorted from top to bottom.
         errors = sorted(problems.errors, key=lambda error: (error.position.file != file, error.position))
@@ -127,20 +118,39 @@ def _make_document(tree: Table, problems: Collector, file: Path, *, is_complete:
     return document
 
 
-def _positions(tree: Table) -> Mapping[KeyPath, Position]:
+def _check_document(document: Document, tree: Table, problems: Collector) -> None:
+    """Check the system and the base of a recipe with the rules that need the values of several keys.
+
+    `tree` has the positions of the values in `document`.
+    """
+    # A plug-in is loaded only if the recipe names it.
+    if systems.is_scheduler(document.system.scheduler):
+        check_system(document.system, tree, problems)
+    for index, issue in enumerate(document.system.known_issues):
+        for key, (message, hint) in issue.faults():
+            path: KeyPath = ("system", "known_issues", index, key)
+            problems.error(tree.position_of(path), path, message, hint)
+    # A driver that may be too old, for example, does not make the recipe unusable.
+    for path, (message, hint) in bases.find_warnings(document.image, document.system):
+        problems.warn(tree.position_of(path), path, message, hint)
+
+
+_SHORT_FORMS: Mapping[KeyPath, str | int] = {("image", "platform"): 0, ("image", "constraints"): "policy"}
+"""Key with a short form -> the key of the same value in the long form, below this key."""
+
+
+def _list_positions(tree: Table) -> Mapping[KeyPath, Position]:
     """Return the file, line and column of every value in `tree`.
 
     A value can have a short form. For example, ``platform: arm64`` stands for the list ``[arm64]``. Later
     messages refer to the item of that list, so the item gets the position of the short form.
     """
     positions = {path: node.position for path, node in tree.walk()}
-    # `setdefault` keeps the position of a value in the long form.
-    platform: KeyPath = ("image", "platform")
-    constraints: KeyPath = ("image", "constraints")
-    if platform in positions:
-        positions.setdefault((*platform, 0), positions[platform])
-    if constraints in positions:
-        positions.setdefault((*constraints, "policy"), positions[constraints])
+    for path, long_key in _SHORT_FORMS.items():
+        long_path = (*path, long_key)
+        # In the long form, the value has a position already.
+        if path in positions and long_path not in positions:
+            positions[long_path] = positions[path]
     return positions
 
 
@@ -162,38 +172,47 @@ def load_system(name: str) -> KnownSystem:
     RecipeErrors : the file of the system has problems. The error lists all of them.
     UsageError : there is no such system, or users other than the owner can write its file.
     """
-    # The second argument is the file that names the system. There is no such file, so an invented path in the
-    # working directory takes its place.
-    file = system_files.locate_system(name, Path.cwd() / "recipe")
-    problems = Collector(shows=(FOLDER.resolve(), file.parent.resolve()))
+    file = system_files.locate_system(name)
+    problems = Collector(visible_folders=(SHIPPED_FOLDER.resolve(), file.parent.resolve()))
     system = _read_system(file, (), problems)
     values = system.values
     if values is None:
         raise RecipeErrors(problems.errors)
-    # The checks expect a recipe, and a recipe needs an image. This placeholder image is never built.
-    base = Scalar(position=values.position, text="scratch:none")
-    recipe = _set_node(_empty_table(values.position), ("system",), values)
-    recipe = _set_node(recipe, ("image", "base"), base)
+    # The checks expect a recipe.
+    recipe = _add_placeholder_image(values)
     facts = _make_document(recipe, problems, file, is_complete=True).system
     return KnownSystem(name=name, file=file, facts=facts, proof=system.proof)
+
+
+def _add_placeholder_image(system: Table) -> Table:
+    """Return a recipe with the values of `system`, and with a base image that does not exist.
+
+    The recipe is only checked, and its image is never built.
+    """
+    base = Scalar(position=system.position, text="scratch:none")
+    recipe = _with_node(_empty_table(system.position), ("system",), system)
+    return _with_node(recipe, ("image", "base"), base)
 
 
 def _empty_table(position: Position) -> Table:
     return Table(position=position, entries={}, keys={})
 
 
-def _set_node(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
-    """Return a copy of `table` in which `path` leads to `node`. Missing mappings on the way are created."""
+def _with_node(table: Table, path: tuple[str, ...], node: YamlNode) -> Table:
+    """Return a copy of `table` in which `path` leads to `node`. Missing mappings on the way are created.
+
+    If `table` already has the first key of `path`, that key keeps its position. So a message about a value of
+    ``--build-arg`` names the line of the value that it replaces.
+    """
     key, *rest = path
+    entry = node
     if rest:
         child = table.entries.get(key)
         if not isinstance(child, Table):
             child = _empty_table(node.position)
-        node = _set_node(child, tuple(rest), node)
-    # An existing key keeps its position, because `table.keys` comes last. So a message about the new value
-    # names the line of the old one.
-    keys = {key: node.position, **table.keys}
-    return Table(position=table.position, entries={**table.entries, key: node}, keys=keys)
+        entry = _with_node(child, tuple(rest), node)
+    keys = {key: entry.position, **table.keys}  # the old position comes last, so it replaces the new one
+    return Table(position=table.position, entries={**table.entries, key: entry}, keys=keys)
 
 
 def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
@@ -221,7 +240,7 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
                 hint = allowed_hint(name, declared)
             raise UsageError(f"the recipe has no argument {name!r}", where="--build-arg", hint=hint)
         new_value = Scalar(position=declared[name].position, text=value)
-        tree = _set_node(tree, ("image", "args", name), new_value)
+        tree = _with_node(tree, ("image", "args", name), new_value)
     return tree
 
 
@@ -247,6 +266,7 @@ def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Positi
     if not dataclasses.is_dataclass(value) or isinstance(value, type):
         return value
     absolute_fields = {}
+    # A field may be called differently in a recipe (`platform` for `platforms`), but no field with paths is.
     for field in dataclasses.fields(value):
         absolute_fields[field.name] = _make_absolute(
             getattr(value, field.name), (*path, field.name), positions
@@ -350,14 +370,12 @@ def _locate_shipped(name: str) -> Path:
     ------
     UsageError : there is neither a recipe nor a system with that name.
     """
-    if name in recipe_names():
-        return recipe_path(name)
-    # The second argument is the file that names the system, for hints. There is none here, so a path in the
-    # working directory is invented.
-    if name in system_files.find_systems():
-        return system_files.locate_system(name, Path.cwd() / "recipe")
     if not name:
         raise UsageError("the recipe's name is empty", hint=allowed_hint("", recipe_names()))
+    if name in recipe_names():
+        return recipe_path(name)
+    if name in system_files.find_systems():
+        return system_files.locate_system(name)
     if name.endswith((".sif", ".sqsh")):
         hint = "name its folder, or make it: imgkit sif RECIPE"
         raise UsageError(f"there is no file {name} here", hint=hint)
@@ -376,7 +394,7 @@ class _MergedRecipe(NamedTuple):
     """Whether every file could be read. If not, keys may be missing."""
 
 
-def _read_with_parents(file: Path, problems: Collector, children: Sequence[Path] = ()) -> _MergedRecipe:
+def _read_with_parents(file: Path, problems: Collector, extended_by: Sequence[Path] = ()) -> _MergedRecipe:
     """Read the recipe `file` and the recipes that it extends, and merge them.
 
     A recipe extends another one (its parent) by the key ``extends``. A value of the child replaces or extends
@@ -385,7 +403,7 @@ def _read_with_parents(file: Path, problems: Collector, children: Sequence[Path]
     Parameters
     ----------
     problems : receives the problems of all files.
-    children : the resolved paths of the recipes that extend `file`. They are needed to detect a circle.
+    extended_by : the resolved paths of the recipes that extend `file`. They are needed to detect a circle.
     """
     tree = read_yaml(file, problems)
     if tree is None:
@@ -405,10 +423,10 @@ def _read_with_parents(file: Path, problems: Collector, children: Sequence[Path]
             child = child.without("system")
             is_complete = False
         else:
-            child = _set_node(child, ("system",), system)
+            child = _with_node(child, ("system",), system)
     if "extends" not in tree.entries:
         return _MergedRecipe(child, is_complete)
-    chain = (*children, file.resolve())
+    chain = (*extended_by, file.resolve())
     parent_file = _locate_named(tree.entries["extends"], ("extends",), chain, problems, "recipe")
     if parent_file is None:
         return _MergedRecipe(child, is_complete=False)
@@ -430,28 +448,29 @@ def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
 
     Raises
     ------
+    RecipeErrors : the file has problems.
     UsageError : the file does not name the driver, so no base can be chosen. The hint shows the recipe to
         write.
     """
     name = file.stem
-    facts = load_system(name).facts
+    facts = load_system(name).facts  # raises an error if the file has problems
     base = bases.newest_base(facts)
     if base is None:
         raise _unknown_driver_error(name)
-    position = Position(file=file, line=1, column=1)
+    start_of_file = Position(file=file, line=1, column=1)
     message = f"{name} has no recipe: the base is {base.reference}, the newest that its nodes run"
     hint = f"for another: `image: {{base: NAME:TAG}}` and `system: {name}` in a file"
-    problems.warn(position, ("image", "base"), message, hint)
-    # A recipe in which only the base, the platform and the system are set. All have a position, because
-    # messages need one.
-    tree = _empty_table(position)
-    for key, text in (("base", base.reference), ("platform", bases.node_platform(facts))):
-        tree = _set_node(tree, ("image", key), Scalar(position=position, text=text))
-    # Read the file again, as nodes with positions. `facts` are only the checked values.
+    problems.warn(start_of_file, ("image", "base"), message, hint)
+    # Each value needs a position for messages.
+    base_node = Scalar(position=start_of_file, text=base.reference)
+    platform_node = Scalar(position=start_of_file, text=bases.node_platform(facts))
+    recipe = _with_node(_empty_table(start_of_file), ("image", "base"), base_node)
+    recipe = _with_node(recipe, ("image", "platform"), platform_node)
+    # Read the file again, because `facts` have no positions.
     system = _read_system(file, (), problems).values
-    if system is None:
-        return tree
-    return _set_node(tree, ("system",), system)
+    if system is None:  # the file has been damaged in the meantime
+        return recipe
+    return _with_node(recipe, ("system",), system)
 
 
 def _unknown_driver_error(name: str) -> UsageError:
@@ -587,7 +606,7 @@ class _SystemFile(NamedTuple):
     proof: Proof = Proof()
 
 
-def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _SystemFile:
+def _read_system(file: Path, extended_by: Sequence[Path], problems: Collector) -> _SystemFile:
     """Read the file of a system (the facts about a cluster), and merge it with the system that it extends.
 
     A value that `file` does not set comes from the system named by its key ``extends``. Problems are
@@ -595,18 +614,13 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _
 
     Parameters
     ----------
-    children : the resolved paths of the files that extend `file`. They are needed to detect a circle.
+    extended_by : the resolved paths of the files that extend `file`. They are needed to detect a circle.
     """
     tree = read_yaml(file, problems)
     if tree is None:
-        return _SystemFile(None)
-    # A system cannot have an image. Packages in it would change the image of every recipe that uses the
-    # system.
-    for key in ("image", "system"):
-        if key in tree.entries:
-            hint = "write its keys without `system:` above them"
-            problems.error(tree.keys[key], (), "a system has no image", hint)
-            return _SystemFile(None)
+        return _SystemFile(values=None)
+    if _report_recipe_key(tree, problems):
+        return _SystemFile(values=None)
     proof = Proof()
     if "proof" in tree.entries:
         proof = _read_proof(tree.entries["proof"], problems)
@@ -614,9 +628,23 @@ def _read_system(file: Path, children: Sequence[Path], problems: Collector) -> _
     values = tree.without("proof", "extends")
     if "extends" not in tree.entries:
         return _SystemFile(values, proof)
-    chain = (*children, file.resolve())
+    # This calls `_read_system` for the parent. The result is None if the parent has problems.
+    chain = (*extended_by, file.resolve())
     merged = _read_named_system(tree.entries["extends"], values, ("extends",), chain, problems)
     return _SystemFile(merged, proof)
+
+
+def _report_recipe_key(tree: Table, problems: Collector) -> bool:
+    """Report the key ``image`` or ``system`` in the file of a system, and return whether there is one.
+
+    A system cannot have an image. Packages in it would change the image of every recipe that uses the system.
+    """
+    for key in ("image", "system"):
+        if key in tree.entries:
+            hint = "write its keys without `system:` above them"
+            problems.error(tree.keys[key], (), "a system has no image", hint)
+            return True
+    return False
 
 
 def _read_proof(node: YamlNode, problems: Collector) -> Proof:

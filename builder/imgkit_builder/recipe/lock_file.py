@@ -41,7 +41,7 @@ from imgkit_builder.recipe.problems import (
 from imgkit_builder.recipe.validation import Mistake, validate
 from imgkit_entrypoints import files, secret_patterns
 from imgkit_entrypoints.errors import UsageError
-from imgkit_recipes import FOLDER
+from imgkit_recipes import FOLDER as SHIPPED_FOLDER
 
 SUFFIX = ".lock"
 KEPT_SUFFIX = ".files"
@@ -56,7 +56,7 @@ def lock_path(recipe: Recipe) -> Path:
 
     The file of a shipped recipe is inside the installed package, so its lock is in the working directory.
     """
-    if recipe.file.parent == FOLDER:
+    if recipe.file.parent == SHIPPED_FOLDER:
         return Path.cwd() / f"{recipe.name}{SUFFIX}"
     return recipe.file.with_suffix(SUFFIX)
 
@@ -143,13 +143,15 @@ def parse_lock(content: str, file: Path) -> Lock:
     """
     # The lock beside a recipe of unknown origin may be a symbolic link to a private file, such as an SSH key.
     # So messages quote only files in the folder of the lock.
-    problems = Collector(shows=(file.parent.resolve(),))
+    problems = Collector(visible_folders=(file.parent.resolve(),))
     # Editors on Windows may have changed the line endings.
     values = parse_toml_file(content.replace("\r\n", "\n"), file, problems, LOCK_HINT)
     lock, mistakes = _validate_lock(values)
     for mistake in mistakes:
         message = mistake.message.replace("a mapping", "a table")  # the word of TOML
-        message_with_key = f"{key_text(mistake.path)}: {message}{_describe_package(mistake.path, values)}"
+        package_name = _find_package_name(mistake.path, values)
+        package_text = f" (package {package_name})" if package_name else ""
+        message_with_key = f"{key_text(mistake.path)}: {message}{package_text}"
         problems.error(Position(file=file, line=0, column=0), (), message_with_key, mistake.hint or LOCK_HINT)
     if lock is None or mistakes:
         raise RecipeErrors(problems.errors, of=file.name)
@@ -185,25 +187,24 @@ def _make_mistake(*path: str | int, message: str, hint: str = "") -> Mistake:
     return Mistake(path=path, kind="rule", message=message, hint=hint)
 
 
-def _describe_package(path: KeyPath, values: Any) -> str:
-    """Return the package that the key `path` belongs to, as text for a message: `` (package zsh)``.
+def _find_package_name(path: KeyPath, values: Any) -> str:
+    """Return the name of the package that the key `path` belongs to, such as ``zsh``, for a message.
 
     A path such as ``platforms[0].apt[17].sha256`` does not tell the user which package is meant. If the key
-    does not belong to a package or a platform with a name, return an empty text.
+    does not belong to a package with a name, return an empty text. `values` are those of the lock file.
     """
     name = ""
-    table = values
+    node = values
     for key in path:
         try:
-            table = table[key]
-        except (KeyError, IndexError, TypeError):
+            node = node[key]
+        except (KeyError, IndexError, TypeError):  # the key is missing, or its parent has another type
             break
-        # An item in a list of tables is a platform or a package. The innermost item determines the name.
-        if isinstance(key, int) and isinstance(table, dict):
-            name = str(table.get("name", ""))[:60]
-    if not name:
-        return ""
-    return f" (package {name})"
+        # A table in a list is a platform or, further inside, a package. A platform has no name.
+        is_list_item = isinstance(key, int)
+        if is_list_item and isinstance(node, dict):
+            name = str(node.get("name", ""))[:60]
+    return name
 
 
 def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
@@ -213,30 +214,46 @@ def _find_contradictions(lock: Lock) -> Iterator[Mistake]:
     step that existed when the lock was made. The request in a lock is what the recipe required at that time.
     """
     platforms = set()
-    for platform_index, locked in enumerate(lock.platforms):
-        path = ("platforms", platform_index)
+    for index, locked in enumerate(lock.platforms):
+        path: KeyPath = ("platforms", index)
         if locked.platform in platforms:
             yield _make_mistake(*path, "platform", message=f"{locked.platform} occurs twice")
         platforms.add(locked.platform)
-        base = locked.base
-        if base.name != locked.request.base:
-            message = f"{base.name!r} must be {locked.request.base!r}, the base in the request"
-            yield _make_mistake(*path, "base", "name", message=message)
-        if not (base.digest or base.id):
-            yield _make_mistake(*path, "base", message="must have a digest or an id")
-        # Each wheel has the index of the pip step that installs it. Wheels of a uv project have the number
-        # `UV_STEP` (-1) instead, because the project is not in the list of pip steps.
-        step_numbers = set(range(len(locked.request.pip)))
-        if locked.request.uv:
-            step_numbers.add(UV_STEP)
-        for wheel_index, wheel in enumerate(locked.pip):
-            if wheel.step not in step_numbers:
-                message = f"there is no pip step {wheel.step} in the request"
-                yield _make_mistake(*path, "pip", wheel_index, "step", message=message)
-            # A wheel is either downloaded, or kept: a file in the folder beside the lock.
-            if not (wheel.url or wheel.kept):
-                message = "is missing, and the wheel is not a kept one"
-                yield _make_mistake(*path, "pip", wheel_index, "url", message=message)
+        yield from _find_wrong_base(path, locked)
+        yield from _find_wrong_wheels(path, locked)
+
+
+def _find_wrong_base(path: KeyPath, locked: LockedPlatform) -> Iterator[Mistake]:
+    """Yield a mistake if the base of a platform is not that of the request, or cannot be identified.
+
+    `path` is the key of the platform.
+    """
+    base = locked.base
+    if base.name != locked.request.base:
+        message = f"{base.name!r} must be {locked.request.base!r}, the base in the request"
+        yield _make_mistake(*path, "base", "name", message=message)
+    if not (base.digest or base.id):
+        yield _make_mistake(*path, "base", message="must have a digest or an id")
+
+
+def _find_wrong_wheels(path: KeyPath, locked: LockedPlatform) -> Iterator[Mistake]:
+    """Yield a mistake for each wheel of a platform that no pip step installs, or that has no source.
+
+    `path` is the key of the platform.
+    """
+    # Each wheel has the index of the pip step that installs it. Wheels of a uv project have the number
+    # `UV_STEP` (-1) instead, because the project is not in the list of pip steps.
+    step_numbers = set(range(len(locked.request.pip)))
+    if locked.request.uv:
+        step_numbers.add(UV_STEP)
+    for index, wheel in enumerate(locked.pip):
+        if wheel.step not in step_numbers:
+            message = f"there is no pip step {wheel.step} in the request"
+            yield _make_mistake(*path, "pip", index, "step", message=message)
+        # A wheel is either downloaded, or kept: a file in the folder beside the lock.
+        if not (wheel.url or wheel.kept):
+            message = "is missing, and the wheel is not a kept one"
+            yield _make_mistake(*path, "pip", index, "url", message=message)
 
 
 def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, required: bool = False) -> Recipe:
@@ -344,7 +361,7 @@ def kept_folder(file: Path) -> Path:
 
 def lock_command(recipe: Recipe) -> str:
     """Return the command that makes the lock of `recipe`: ``imgkit lock mn5``, ``imgkit lock mine.yaml``."""
-    if recipe.file.parent == FOLDER:
+    if recipe.file.parent == SHIPPED_FOLDER:
         return f"imgkit lock {recipe.name}"
     return f"imgkit lock {shlex.quote(str(shorten_path(recipe.file)))}"
 

@@ -112,9 +112,9 @@ _FILE = Rule(rules.printable_text, core={"type": "str"}, convert=Path)
 _SECRET_NAME = pattern_rule(
     "[A-Za-z0-9][A-Za-z0-9_.-]*", "is not a name of a secret", "allowed: letters, digits and _ . -"
 )
-_SECRET_FILE = Rule(rules.secret_file, core={"type": "str"}, convert=Path)
+_SECRET_FILE = Rule(rules.find_secret_file_faults, core={"type": "str"}, convert=Path)
 
-Platform = Annotated[Line, Rule(rules.platform, schema={"enum": _PLATFORM_NAMES})]
+Platform = Annotated[Line, Rule(rules.find_platform_faults, schema={"enum": _PLATFORM_NAMES})]
 Platforms = Annotated[
     tuple[Platform, ...],
     Short(
@@ -122,11 +122,11 @@ Platforms = Annotated[
         lambda many: {"anyOf": [many["items"], {**many, "minItems": 1, "uniqueItems": True}]},
     ),
 ]
-ImageReference = Annotated[Line, Rule(rules.image_reference)]
+ImageReference = Annotated[Line, Rule(rules.find_reference_faults)]
 File = Annotated[Path, _FILE]
-PipName = Annotated[Line, Rule(rules.pip_name)]
-BuildEnvName = Annotated[EnvName, Rule(rules.pip_env_name)]
-ImageEnvName = Annotated[EnvName, Rule(rules.image_env_name)]
+PipName = Annotated[Line, Rule(rules.find_pip_name_faults)]
+BuildEnvName = Annotated[EnvName, Rule(rules.find_build_env_faults)]
+ImageEnvName = Annotated[EnvName, Rule(rules.find_image_env_faults)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,15 +149,15 @@ class PipStep:
 
     __pydantic_config__ = _PIP_KEYS
 
-    packages: tuple[Annotated[Line, Rule(rules.pip_package)], ...] = ()
+    packages: tuple[Annotated[Line, Rule(rules.find_pip_package_faults)], ...] = ()
     """Requirements as pip writes them: ``numpy``, ``deepspeed==0.13.1``."""
     requirements: Annotated[Path | None, _FILE] = None
     """A requirements file, relative to the recipe's file; absolute after loading."""
     project: Annotated[Path | None, _FILE] = None
     """Folder with a pyproject.toml: its dependencies are installed in this order, its code before `copy`."""
-    editable: Annotated[str | None, LINE, Rule(rules.copy_target)] = None
+    editable: Annotated[str | None, LINE, Rule(rules.find_copy_target_faults)] = None
     """Absolute path in the image where the project's folder stays; ``pip install --editable`` links to it."""
-    options: tuple[Annotated[Line, Rule(rules.pip_option)], ...] = ()
+    options: tuple[Annotated[Line, Rule(rules.find_pip_option_faults)], ...] = ()
     """Options of this ``pip install``, one word per item: ``--no-build-isolation``."""
     env: Mapping[BuildEnvName, EnvValue] = field(default_factory=dict)
     """Variables of this ``pip install`` alone: ``MAX_JOBS``, ``TORCH_CUDA_ARCH_LIST``."""
@@ -202,7 +202,7 @@ class CopyStep:
 
     source: File
     """File or folder relative to the recipe's file, inside its folder; absolute after loading."""
-    target: Annotated[str, Rule(rules.copy_target)] = "/workspace"
+    target: Annotated[str, Rule(rules.find_copy_target_faults)] = "/workspace"
     """Absolute path in the image; a folder's content lands in it, a file lands in it under its name."""
     ignore: tuple[Text, ...] = ()
     """Patterns of gitignore's kind (``*.pyc``, ``data/``), matched below `source`."""
@@ -214,7 +214,7 @@ class CopyStep:
 class RunCommand:
     """A shell command. A text in the list is short for ``{command: TEXT}``."""
 
-    command: Annotated[str, Rule(rules.shell_command)]
+    command: Annotated[str, Rule(rules.find_shell_command_faults)]
     """What ``/bin/sh`` runs; a separate layer. Of several lines, the first that fails ends the build."""
     after: Literal["base", "apt", "pip", "copy"] = "pip"
     """``base``: before the apt step; ``apt``: before pip; ``pip``: after it; ``copy``: after your code."""
@@ -244,7 +244,7 @@ class Image:
 
     base: ImageReference
     """The image to start from, with tag or digest."""
-    current_base: Annotated[str | None, LINE, Rule(rules.image_reference)] = None
+    current_base: Annotated[str | None, LINE, Rule(rules.find_reference_faults)] = None
     """A newer base, which ``--base current`` selects."""
     platforms: Platforms = field(default=("linux/amd64",), metadata={"alias": "platform"})
     """One platform or a list; default: the host's platform if listed, else the first."""
@@ -254,7 +254,7 @@ class Image:
     """Values that the steps which name them may use, and that the image never holds."""
     args: Mapping[BuildEnvName, EnvValue] = field(default_factory=dict)
     """Variables of every build step, not kept in the image; ``--build-arg NAME=VALUE`` sets another value."""
-    apt: tuple[Annotated[Line, Rule(rules.apt_package)], ...] = ()
+    apt: tuple[Annotated[Line, Rule(rules.find_apt_package_faults)], ...] = ()
     """Debian packages: ``git``, ``git=1:2.39.2-1``."""
     uv: UvProject | None = None
     """A uv project whose ``uv.lock`` decides on versions."""
@@ -269,9 +269,9 @@ class Image:
     """User code, copied into the last layers of the image."""
     run: tuple[Command, ...] = ()
     """Shell commands, one layer each: after pip and before imgkit's own files, or ``after: copy``."""
-    labels: Mapping[Annotated[Line, Rule(rules.label_name)], Line] = field(default_factory=dict)
+    labels: Mapping[Annotated[Line, Rule(rules.find_label_name_faults)], Line] = field(default_factory=dict)
     """Labels of the image, in addition to those that imgkit writes."""
-    workdir: Annotated[str, Rule(rules.image_path)] = "/workspace"
+    workdir: Annotated[str, Rule(rules.find_image_path_faults)] = "/workspace"
     """Folder in which ``run`` and, if the recipe states it, the commands of jobs start; absolute."""
 
     @property
@@ -290,7 +290,7 @@ class Document:
 
     __pydantic_config__ = KEYS
 
-    description: Annotated[str, Rule(rules.description, convert=str.strip)] = ""
+    description: Annotated[str, Rule(rules.find_description_faults, convert=str.strip)] = ""
     """One line about the recipe, for people."""
     image: Image
     """What the image holds."""
@@ -383,9 +383,9 @@ class LockedStep:
 class LockRequest:
     """What the recipe asked for: a recipe that asks for something else has a stale lock."""
 
-    base: Annotated[Line, Rule(partial(rules.image_reference, needs_tag=False))]
+    base: Annotated[Line, Rule(partial(rules.find_reference_faults, needs_tag=False))]
     """The base's name as the recipe, or ``--base``, states it; the latter may lack a tag."""
-    apt: tuple[Annotated[Line, Rule(rules.apt_package)], ...] = ()
+    apt: tuple[Annotated[Line, Rule(rules.find_apt_package_faults)], ...] = ()
     constraints: tuple[PipName, ...] = ("keep",)
     """The policy, and behind ``drop`` the names."""
     uv: OptionalSha256 = ""
@@ -450,7 +450,7 @@ class LockedWheel:
 class LockedPlatform:
     """All that one platform's image is made of."""
 
-    platform: Annotated[Line, Rule(rules.platform)]
+    platform: Annotated[Line, Rule(rules.find_platform_faults)]
     source_date_epoch: Annotated[int, Rule(_check_epoch, core={"type": "int", "strict": True})]
     """The time of the lock in seconds since 1970, for the snapshot services of Debian and Ubuntu."""
     request: LockRequest
@@ -474,7 +474,7 @@ class Lock:
     __pydantic_config__ = KEYS
 
     schema: Number = LOCK_SCHEMA
-    recipe: Annotated[Line, Rule(rules.recipe_name)]
+    recipe: Annotated[Line, Rule(rules.find_recipe_name_faults)]
     """The recipe's name."""
     imgkit: Version
     """The version that made the lock."""

@@ -45,14 +45,11 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
     ngc_base = _find_ngc_base(tree)
     for path, node in tree.select_texts("image", "pip", ANY, "packages", ANY):
         _check_torch(node.text, ngc_base, node.position, path, problems)
-    steps_without_dependencies = set()
-    for path, node in tree.select_texts("image", "pip", ANY, "options", ANY):
-        if node.text == NO_DEPS:
-            step = path[:-2]  # ("image", "pip", 0, "options", 1) -> ("image", "pip", 0)
-            steps_without_dependencies.add(step)
+    steps_without_dependencies = _find_steps_without_dependencies(tree)
     # Each pattern matches keys of one kind, such as the requirements of all pip steps. Its function checks
     # the content of the files that these keys name.
     for pattern, check_content in _CONTENT_CHECKS.items():
+        may_be_folder = pattern[-1] in ("source", "project")
         for path, node in tree.select_texts(*pattern):
             if path in faulty:
                 continue
@@ -65,30 +62,41 @@ def check(tree: Table, problems: Collector, faulty: Collection[KeyPath]) -> None
             )
             # A file outside of the recipe's folder is never opened, because a message could reveal its
             # content.
-            file = _find_file(named_file, folder_allowed=pattern[-1] in ("source", "project"))
+            file = _check_and_resolve_file(named_file, may_be_folder=may_be_folder)
             if file is not None:
                 check_content(file, named_file)
 
 
-def _find_file(named: NamedFile, *, folder_allowed: bool) -> Path | None:
+def _find_steps_without_dependencies(tree: Table) -> set[KeyPath]:
+    """Return the key of each pip step with the option ``--no-deps``, such as ``("image", "pip", 0)``."""
+    steps = set()
+    for path, node in tree.select_texts("image", "pip", ANY, "options", ANY):
+        if node.text == NO_DEPS:
+            steps.add(path[:-2])  # ("image", "pip", 0, "options", 1) -> ("image", "pip", 0)
+    return steps
+
+
+def _check_and_resolve_file(named: NamedFile, *, may_be_folder: bool) -> Path | None:
     """Return the path of a file that a recipe names. If it cannot be used, report the reason and return None.
 
-    The file must exist in the folder of the recipe. It may be a folder only if `folder_allowed` is true.
+    The file must exist in the folder of the recipe. It may be a folder only if `may_be_folder` is true.
     """
-    stated_path = named.node.text
+    named_path = named.node.text
     folder = named.node.position.file.resolve().parent
+    fault: Fault | None
     try:
-        fault = _find_fault(stated_path, folder, folder_allowed=folder_allowed)
+        fault = _find_fault(named_path, folder, may_be_folder=may_be_folder)
     except (OSError, ValueError, RuntimeError) as error:
-        # RuntimeError: symbolic links that form a circle, before Python 3.13
-        fault = f"{stated_path!r} cannot be checked: {error}", "name a file in the recipe's folder"
+        # ValueError: the path has a NUL byte. RuntimeError: links that form a circle, before Python 3.13.
+        fault = (f"{named_path!r} cannot be checked: {error}", "name a file in the recipe's folder")
     if fault is not None:
-        named.error(*fault)
+        message, hint = fault
+        named.error(message, hint)
         return None
-    return (folder / stated_path).resolve()
+    return (folder / named_path).resolve()
 
 
-def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | None:
+def _find_fault(text: str, folder: Path, *, may_be_folder: bool) -> Fault | None:
     """Return why a recipe in `folder` cannot use the file `text`, or None if it can.
 
     The file must exist below `folder`. If it is a symbolic link, its target must be there, too. All links in
@@ -113,7 +121,7 @@ def _find_fault(text: str, folder: Path, *, folder_allowed: bool) -> Fault | Non
         if similar_name:
             hint = f"did you mean {similar_name}?"
         return f"there is no {text} in {folder}", hint
-    if target.is_dir() and not folder_allowed:
+    if target.is_dir() and not may_be_folder:
         return f"{text} is a folder", "name a file"
     if not (target.is_dir() or target.is_file()):
         return f"{text} is neither a file nor a folder", "name a regular file"
@@ -135,7 +143,9 @@ def _find_ngc_base(tree: Table) -> str:
     return ""
 
 
-def _check_torch(text: str, base: str, position: Position, path: KeyPath, problems: Collector) -> None:
+def _check_torch(
+    requirement: str, ngc_base: str, position: Position, path: KeyPath, problems: Collector
+) -> None:
     """Report a requirement such as ``torch==2.3.0`` if the base is an image of NVIDIA's PyTorch.
 
     Such an image contains NVIDIA's own build of torch, such as ``2.3.0a0+40ec155e58.nv24.03``. This version
@@ -143,17 +153,16 @@ def _check_torch(text: str, base: str, position: Position, path: KeyPath, proble
 
     Parameters
     ----------
-    text : the requirement.
-    base : the reference of the base image. It is empty for any other base.
+    ngc_base : the reference of NVIDIA's image. It is empty for any other base.
     position, path : the line and the key to report.
     """
-    if not base:
+    if not ngc_base:
         return
-    name = requirements.released_pin(text)
+    name = requirements.find_protected_pin(requirement)  # torch, or a package that belongs to it
     if name:
-        message = f"{text!r} would replace the {name} of {base}, which imgkit keeps: the build would fail"
+        problem = f"would replace the {name} of {ngc_base}, which imgkit keeps: the build would fail"
         hint = f"remove the version: {name}; or choose a base with that version of {name}"
-        problems.error(position, path, message, hint)
+        problems.error(position, path, f"{requirement!r} {problem}", hint)
 
 
 def _check_requirements(file: Path, named: NamedFile) -> None:

@@ -121,7 +121,7 @@ class Collector:
     """The lines of the files read so far."""
     digests: dict[Path, str] = field(default_factory=dict)
     """The sha256 of each file read so far."""
-    shows: tuple[Path, ...] | None = None
+    visible_folders: tuple[Path, ...] | None = None
     """Resolved folders whose files a message may quote. None allows all files.
 
     A recipe of unknown origin can name any file on this machine, and a message must not reveal a secret.
@@ -136,9 +136,11 @@ class Collector:
         self._add(self.warnings, "it has warnings", self._make_problem(position, path, message, hint))
 
     def may_show(self, file: Path) -> bool:
-        """Return whether a message may quote lines of `file`, as described at `shows`."""
+        """Return whether a message may quote lines of `file`, because it is in one of the visible folders."""
+        if self.visible_folders is None:  # all files are visible
+            return True
         try:
-            return self.shows is None or any(file.resolve().is_relative_to(folder) for folder in self.shows)
+            return any(file.resolve().is_relative_to(folder) for folder in self.visible_folders)
         except (OSError, ValueError, RuntimeError):  # a NUL byte, or links that form a circle
             return False
 
@@ -147,13 +149,15 @@ class Collector:
 
         In that case, a placeholder with the text `summary`, such as ``it cannot be used``, takes its place.
         """
-        if self.shows is None or self.may_show(problem.position.file):
+        # None: all files are visible.
+        if self.visible_folders is None or self.may_show(problem.position.file):
             problems.append(problem)
             return
         # A single placeholder stands for all problems of the file, since even their number would reveal
         # something.
         file_start = Position(file=problem.position.file, line=1, column=1)
-        message = f"{summary}; nothing of a file outside {shorten_path(self.shows[0])} is shown"
+        first_folder = shorten_path(self.visible_folders[0])
+        message = f"{summary}; nothing of a file outside {first_folder} is shown"
         placeholder = Problem(position=file_start, key="", what=message, hint="look at the file itself")
         if placeholder not in problems:
             problems.append(placeholder)

@@ -23,11 +23,11 @@ _OTHER_FILE = re.compile(r"-[rce]\b|--(?:requirement|constraint|editable)\b|\.{0
 _RELEASED_VERSION = re.compile(r"[0-9]+(?:\.[0-9]+)*")
 
 
-def released_pin(line: str) -> str:
-    """Return the package of `PROTECTED` that `line` pins to a released version, or an empty text.
+def find_protected_pin(line: str) -> str:
+    """Return the name of the protected package that `line` pins to a released version, or an empty text.
 
-    For example, ``torch==2.3.0 # as on mn5`` gives ``torch``. The result for ``torch==2.3.0a0`` and for
-    ``numpy==1.26`` is empty.
+    `PROTECTED` is a regular expression for the names of these packages. For example, ``torch==2.3.0 # as on
+    mn5`` gives ``torch``. The result for ``torch==2.3.0a0`` and for ``numpy==1.26`` is empty.
     """
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -36,7 +36,8 @@ def released_pin(line: str) -> str:
         requirement = Requirement(re.sub(r"\s(?:--|#).*", "", line.strip()))
     except InvalidRequirement:
         return ""
-    if not re.fullmatch(PROTECTED, requirement.name, re.IGNORECASE):
+    is_protected = re.fullmatch(PROTECTED, requirement.name, re.IGNORECASE)
+    if not is_protected:
         return ""
     for clause in requirement.specifier:
         if clause.operator in ("==", "===") and _RELEASED_VERSION.fullmatch(clause.version):

@@ -1,7 +1,7 @@
 """Rules for the texts in a recipe, and a parser for image references.
 
-A rule is a generator that yields what is wrong with a value, each fault with a hint. `model` lists the rules
-of each key.
+A rule is a generator that yields what is wrong with a value, each fault with a hint. For a valid value, it
+yields nothing. `model` lists the rules of each key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PLATFORM_ALIASES = {
     **dict.fromkeys(("x86_64", "x86-64", "x64"), "amd64"),
     **dict.fromkeys(("aarch64", "arm64/v8"), "arm64"),
 }
-TUNING = ("NCCL_", "FI_", "GLOO_", "UCX_", "OMP_")
+TUNING_PREFIXES = ("NCCL_", "FI_", "GLOO_", "UCX_", "OMP_")
 """Prefixes of variables that tune a run. A user must be able to change these for each run."""
 _IMGKIT_LABELS = ("title", "version", "created", "revision", "base.name", "base.digest")
 """Labels below ``org.opencontainers.image.`` that imgkit writes itself."""
@@ -33,29 +33,36 @@ _BY_NAME_HINT = "name the package, and its index in `options`: [--index-url, URL
 _GIT_SOURCE = re.compile(
     r"(?:[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9._, -]*\])?\s*@\s*)?git\+(?P<url>.*)", re.DOTALL
 )
+# "https://host/x", "git+ssh://host/x", "./x", "/x"
+_URL_OR_PATH = re.compile(r"(?:[a-z+]+://|git\+|\.{0,2}/)")
+_ARCHIVE_SUFFIX = re.compile(r"\.(?:whl|zip|tar\.gz)$")
+# The part of the URL after "#": "egg=NAME&subdirectory=FOLDER"
+_GIT_FRAGMENT = re.compile(r"(?:(?:egg|subdirectory)=[A-Za-z0-9._/-]+&?)+")
 _PIP_FILE_OPTIONS = ("-r", "--requirement", "-c", "--constraint", "-e", "--editable")
+# pip also accepts a short option joined with its value: "-rfile" means "-r file".
+_JOINED_FILE_OPTION = re.compile(r"-[rce].")
 
 
-def recipe_name(text: str) -> Iterator[Fault]:
-    """Accept a recipe's name. Images and .sif files are named after it, hence the restrictions."""
+def find_recipe_name_faults(text: str) -> Iterator[Fault]:
+    """Yield what is wrong with a recipe's name. Images and .sif files are named after it."""
     if not re.fullmatch(r"[a-z0-9]+(?:[._-][a-z0-9]+)*", text):
         better = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "recipe"
         yield f"the name {text!r} cannot become an image's name", f"rename the file to {better}.yaml"
 
 
-def description(text: str) -> Iterator[Fault]:
-    """Accept one line of text. It may end in a line break, as a block of YAML does."""
+def find_description_faults(text: str) -> Iterator[Fault]:
+    """Yield what is wrong with one line of text. It may end in a line break, as a block of YAML does."""
     yield from printable_text(text.rstrip("\n"))
 
 
-def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
-    """Accept an image reference such as ``nvcr.io/nvidia/pytorch:24.03-py3``.
+def find_reference_faults(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
+    """Yield a fault if an image reference has neither a tag nor a digest, and `needs_tag` is true.
 
-    By default it must have a tag or a digest, because a name alone may refer to another image tomorrow.
+    A name alone may refer to another image tomorrow. ``nvcr.io/nvidia/pytorch:24.03-py3`` has a tag.
 
     Raises
     ------
-    Unfit : the text is not an image reference.
+    Unfit : the text is not an image reference. `Rule.apply` raises this error for a fault, too.
     """
     reference = parse_reference(text)
     if needs_tag and not reference.tag and not reference.digest:
@@ -63,20 +70,24 @@ def image_reference(text: str, *, needs_tag: bool = True) -> Iterator[Fault]:
         yield f"{text} has neither tag nor digest", hint
 
 
-def platform(text: str) -> Iterator[Fault]:
-    """Accept an architecture for which imgkit can build, such as ``arm64`` or ``linux/arm64``."""
+def find_platform_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless imgkit can build for the platform `text`, such as ``linux/arm64``.
+
+    The caller must have replaced a short name, such as ``arm64``, by the full one.
+    """
     if text in PLATFORMS.values():
         return
     short_name = text.removeprefix("linux/")
-    alias = _PLATFORM_ALIASES.get(short_name.lower())
     hint = allowed_hint(short_name, PLATFORMS)
-    if alias is not None:
-        hint = f"allowed: {', '.join(PLATFORMS)}; did you mean {alias}?"
+    # Another common name, such as x86_64, is not similar enough to the right one for that hint.
+    meant_platform = _PLATFORM_ALIASES.get(short_name.lower())
+    if meant_platform is not None:
+        hint = f"allowed: {', '.join(PLATFORMS)}; did you mean {meant_platform}?"
     yield f"{text!r} is not supported", hint
 
 
-def apt_package(text: str) -> Iterator[Fault]:
-    """Accept the name of a Debian package, which may include a version."""
+def find_apt_package_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless `text` is the name of a Debian package, which may include a version."""
     if _APT_PACKAGE.fullmatch(text):
         return
     hint = "write NAME or NAME=VERSION, one package per item"
@@ -87,17 +98,17 @@ def apt_package(text: str) -> Iterator[Fault]:
     yield f"{text!r} is not a Debian package", hint
 
 
-def pip_package(text: str) -> Iterator[Fault]:
-    """Accept a PEP 508 requirement with a name, or a commit of a git repository."""
+def find_pip_package_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless `text` is a PEP 508 requirement with a name, or a commit of a git repository."""
     if text.startswith("-"):
         yield f"{text!r} is an option", "move it to `options` of this step, one word per item"
         return
     git_source = _GIT_SOURCE.match(text)
     if git_source is not None:
-        yield from _check_git_commit(git_source["url"])
+        yield from _find_git_url_faults(git_source["url"])
         return
     # pip accepts URLs and paths, but the parser of PEP 508 would call them invalid without saying why.
-    if re.match(r"(?:[a-z+]+://|git\+|\.{0,2}/)", text) or re.search(r"\.(?:whl|zip|tar\.gz)$", text):
+    if _URL_OR_PATH.match(text) or _ARCHIVE_SUFFIX.search(text):
         yield f"{text!r} is a URL or a path", _BY_NAME_HINT
         return
     from packaging.requirements import InvalidRequirement, Requirement
@@ -111,32 +122,34 @@ def pip_package(text: str) -> Iterator[Fault]:
         yield f"{text!r} names a URL", _BY_NAME_HINT
 
 
-def _check_git_commit(url: str) -> Iterator[Fault]:
-    """Accept ``https://HOST/PATH@COMMIT``, the URL of a commit without a user or token in it.
+def _find_git_url_faults(url: str) -> Iterator[Fault]:
+    """Yield a fault unless `url` is ``https://HOST/PATH@COMMIT``, without a user or a token.
 
-    A branch or tag is refused, because it may refer to other code tomorrow.
+    A branch or tag is refused, because it may refer to other code tomorrow. `url` has no ``git+`` in front,
+    as it has in a requirement.
     """
-    address, _, fragment = url.partition("#")
-    host, _, path = address.removeprefix("https://").partition("/")
-    # The host has no "@" unless a user or token precedes it. The last "@" of the path precedes the commit.
-    repository, _, commit = path.rpartition("@")
-    if not address.startswith("https://") or re.search(r"\s", url):
+    if not url.startswith("https://") or re.search(r"\s", url):
         yield f"git+{url} is not a git repository by https", "write git+https://HOST/PATH@COMMIT"
-    elif "@" in host:
+        return
+    address, _, fragment = url.partition("#")
+    host_and_user, _, path = address.removeprefix("https://").partition("/")
+    # The last "@" of the path precedes the commit.
+    repository, _, commit = path.rpartition("@")
+    if "@" in host_and_user:
         yield (
             "the URL of a git repository holds a user or a token, which would stay in the image",
             "leave it out, and let git read a secret file: secrets: [netrc] in this step",
         )
     elif not repository:
-        yield _incomplete_commit(address, address, "the URL names no commit")
+        yield _incomplete_commit_fault(address, address, "the URL names no commit")
     elif not re.fullmatch(r"[0-9a-f]{40}", commit):
         clone_url = address.removesuffix(f"@{commit}")
-        yield _incomplete_commit(address, clone_url, f"{commit!r} is not a whole commit")
-    elif fragment and not re.fullmatch(r"(?:(?:egg|subdirectory)=[A-Za-z0-9._/-]+&?)+", fragment):
+        yield _incomplete_commit_fault(address, clone_url, f"{commit!r} is not a whole commit")
+    elif fragment and not _GIT_FRAGMENT.fullmatch(fragment):
         yield f"#{fragment} is not known to pip", "allowed: #subdirectory=FOLDER"
 
 
-def _incomplete_commit(address: str, clone_url: str, problem: str) -> Fault:
+def _incomplete_commit_fault(address: str, clone_url: str, problem: str) -> Fault:
     """Return the fault for a git URL without a full commit. `clone_url` is the URL without the ref."""
     return (
         f"git+{address}: {problem}: a branch or tag can name other code tomorrow",
@@ -144,14 +157,13 @@ def _incomplete_commit(address: str, clone_url: str, problem: str) -> Fault:
     )
 
 
-def pip_option(text: str) -> Iterator[Fault]:
-    """Accept one word of a pip command line: an option, or the value of the option before it.
+def find_pip_option_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless `text` is one word of a pip command line: an option, or a value of an option.
 
     Options that refer to a file are refused, because the file would be missing in the image.
     """
-    # pip also accepts a short option joined with its value: -rfile means -r file.
     option, _, _ = text.partition("=")
-    if option in _PIP_FILE_OPTIONS or re.match(r"-[rce].", text):
+    if option in _PIP_FILE_OPTIONS or _JOINED_FILE_OPTION.match(text):
         key = "`requirements`"
         if option in ("-c", "--constraint"):
             key = "`image.constraints`"
@@ -162,33 +174,37 @@ def pip_option(text: str) -> Iterator[Fault]:
         yield "is empty", "remove it"
 
 
-def pip_name(text: str) -> Iterator[Fault]:
-    """Accept the name of a Python package without a version."""
+def find_pip_name_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless `text` is the name of a Python package without a version."""
     if not re.fullmatch(r"[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?", text):
         yield f"{text!r} is not a package name", "write the name alone, without a version"
 
 
-def image_env_name(text: str) -> Iterator[Fault]:
-    """Refuse the names of variables that must not be set in an image, such as ``NCCL_DEBUG``.
+def find_image_env_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault if `text` is the name of a variable that must not be set in an image.
 
-    These variables tune a run. With Apptainer, a variable of the image overrides the user's variable.
+    Such variables tune a run, for example ``NCCL_DEBUG``. With Apptainer, a variable of the image overrides
+    the user's variable.
     """
-    if text.startswith(TUNING):
+    if text.startswith(TUNING_PREFIXES):
         yield (
             "tuning does not belong in the image: under apptainer an image's variable overrides the user's",
             f"move it to system.env: {{{text}: ...}}",
         )
-    yield from pip_env_name(text)
+    yield from find_build_env_faults(text)
 
 
-def pip_env_name(text: str) -> Iterator[Fault]:
-    """Refuse ``PIP_CONSTRAINT``, because it would replace the constraints that protect the base's torch."""
+def find_build_env_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault if `text` is the name of a variable that must not be set while an image is built.
+
+    ``PIP_CONSTRAINT`` would replace the constraints that protect the base's torch.
+    """
     if text == "PIP_CONSTRAINT":
         yield "would remove the protection of the base's torch", "use image.constraints"
 
 
-def secret_file(text: str) -> Iterator[Fault]:
-    """Accept a path that can be passed to every builder as an option.
+def find_secret_file_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless the path `text` can be passed to every builder as an option.
 
     Builders separate the parts of such an option by commas.
     """
@@ -196,8 +212,8 @@ def secret_file(text: str) -> Iterator[Fault]:
         yield f"{text!r} is not a path that a builder takes", "choose a path without a comma"
 
 
-def label_name(text: str) -> Iterator[Fault]:
-    """Accept the name of a label, unless imgkit writes that label itself."""
+def find_label_name_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless `text` is the name of a label that imgkit does not write itself."""
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", text):
         yield f"{text!r} is not a label name", "allowed: letters, digits and . _ - /"
     elif text.startswith("imgkit."):
@@ -206,11 +222,11 @@ def label_name(text: str) -> Iterator[Fault]:
         yield "imgkit writes this label", "remove it"
 
 
-def image_path(text: str) -> Iterator[Fault]:
-    """Accept the absolute path of a folder in the image."""
-    invisible_characters = list(printable_text(text))
-    if invisible_characters:
-        yield from invisible_characters
+def find_image_path_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless `text` is the absolute path of a folder in the image."""
+    character_faults = list(printable_text(text))  # line breaks and invisible characters
+    if character_faults:
+        yield from character_faults
     elif not text.startswith("/"):
         yield f"{text!r} is not absolute", f"write /{text or 'workspace'}"
     elif not IMAGE_PATH.fullmatch(text):
@@ -219,18 +235,18 @@ def image_path(text: str) -> Iterator[Fault]:
         yield f"{text!r} contains ..", "write the whole path"
 
 
-def copy_target(text: str) -> Iterator[Fault]:
-    """Accept the absolute path of a folder in the image to which a recipe may copy files."""
-    yield from image_path(text)
+def find_copy_target_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless `text` is the path of a folder in the image to which a recipe may copy files."""
+    yield from find_image_path_faults(text)
     # In these folders, a mount would hide the copy, or the copy would replace imgkit's own files.
     if re.match(r"/+(?:(?:proc|sys|dev|opt/imgkit)(?:/|$)|$)", text):
         yield f"{text} belongs to the system or to imgkit", "the default is /workspace"
 
 
-def shell_command(text: str) -> Iterator[Fault]:
-    """Accept a shell command of one or more lines that every builder can run as ``RUN COMMAND``.
+def find_shell_command_faults(text: str) -> Iterator[Fault]:
+    """Yield a fault unless every builder can run the shell command `text` as ``RUN COMMAND``.
 
-    Docker's classic builder does not support options of RUN.
+    The command may have several lines. Docker's classic builder does not support options of RUN.
     """
     # YAML's "|" ends a text with a line break, which is no part of the command.
     yield from printable_text(text.rstrip("\n"), several_lines=True)
@@ -242,7 +258,7 @@ def shell_command(text: str) -> Iterator[Fault]:
         yield "ends with a backslash, which would join it with the next instruction", "remove it"
 
 
-def variable_fault(name: str, value: str, *, has_earlier_value: bool) -> Fault | None:
+def find_variable_fault(name: str, value: str, *, has_earlier_value: bool) -> Fault | None:
     """Return what is wrong with a variable's `value` that refers to the variable itself, or None.
 
     For example, ``PATH: /x:$PATH`` adds to the value that the base image sets. A reference that is only part
@@ -276,16 +292,14 @@ def split_inherited(name: str, value: str) -> tuple[str, str] | None:
     elements = value.split(":")
     references = (f"${name}", f"${{{name}}}")
     positions = [index for index, element in enumerate(elements) if element in references]
-    if len(positions) == 1 and len(elements) > 1:
-        (position,) = positions
-        before = elements[:position]
-        after = elements[position + 1 :]
-        # All other elements must be free of the reference, too.
-        if name not in site_variables(*before, *after):
-            return ":".join(before), ":".join(after)
-    if name in site_variables(value):
+    if not positions and name not in site_variables(value):
+        return None
+    other_elements = [element for element in elements if element not in references]
+    is_named_once = len(positions) == 1 and name not in site_variables(*other_elements)
+    if not is_named_once or not other_elements:
         raise ValueError(f"{value!r} does not name ${name} as one element of a list")
-    return None
+    (position,) = positions
+    return ":".join(elements[:position]), ":".join(elements[position + 1 :])
 
 
 def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str | None:
@@ -305,10 +319,11 @@ def quote_inherited(name: str, value: str, quote: Callable[[str], str]) -> str |
     before, after = map(quote, parts)
     # The colon belongs to the reference, so that it disappears together with an unset variable.
     if not before:
-        return f'"${{{name}:+${name}:}}{after}"'
+        return f'"${{{name}:+${name}:}}{after}"'  # "${PATH:+$PATH:}/x"
+    reference_with_colon = f"${{{name}:+:${name}}}"
     if not after:
-        return f'"{before}${{{name}:+:${name}}}"'
-    return f'"{before}${{{name}:+:${name}}}:{after}"'
+        return f'"{before}{reference_with_colon}"'  # "/x${PATH:+:$PATH}"
+    return f'"{before}{reference_with_colon}:{after}"'  # "/x${PATH:+:$PATH}:/y"
 
 
 MAX_NAME = 255

@@ -13,8 +13,18 @@ from imgkit_builder.recipe.validation import adapter
 def schema_json() -> str:
     """Return the JSON Schema (draft 2020-12) with which editors check and complete recipe files."""
     schema = _simplify(adapter(Document).json_schema())
-    # Add the keys that are resolved before the check of the model, so the model has no field for them.
-    definitions = schema["$defs"]
+    _add_references(schema)
+    _make_keys_optional(schema)
+    schema["$defs"]["SystemFacts"]["properties"]["scheduler"]["enum"] = list(systems.scheduler_names())
+    header = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "imgkit recipe"}
+    return json.dumps({**header, **schema}, indent=2)
+
+
+def _add_references(schema: dict[str, Any]) -> None:
+    """Add the keys that refer to another recipe or system: ``extends``, and ``system`` with a name.
+
+    They are resolved before the check of the model, so the model has no fields for them.
+    """
     schema["properties"]["extends"] = {
         "type": "string",
         "description": "The recipe to start from: a shipped recipe's name, or a path relative to this file.",
@@ -24,20 +34,23 @@ def schema_json() -> str:
         "system to start from. It replaces that of a recipe which this one extends if it names one.",
         "anyOf": [{"type": "string"}, {"$ref": "#/$defs/SystemFacts"}],
     }
-    facts = definitions["SystemFacts"]["properties"]
-    facts["extends"] = {
+    schema["$defs"]["SystemFacts"]["properties"]["extends"] = {
         "type": "string",
         "description": "The system to start from: a name of `imgkit list --systems`, or a path.",
     }
-    facts["scheduler"]["enum"] = list(systems.scheduler_names())
-    # Required keys may come from the parent recipe, so they are required only in a recipe without `extends`.
-    del definitions["Image"]["required"], schema["required"]
+
+
+def _make_keys_optional(schema: dict[str, Any]) -> None:
+    """Require the keys ``image`` and ``image.base`` only in a recipe without ``extends``.
+
+    In any other recipe, they may come from the parent recipe.
+    """
+    del schema["required"]
+    del schema["$defs"]["Image"]["required"]
     schema["anyOf"] = [
         {"required": ["extends"]},
         {"required": ["image"], "properties": {"image": {"required": ["base"]}}},
     ]
-    header = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "imgkit recipe"}
-    return json.dumps({**header, **schema}, indent=2)
 
 
 def _simplify(node: Any) -> Any:
@@ -58,7 +71,7 @@ def _simplify(node: Any) -> Any:
         simplified["description"] = simplified["description"].replace("\n", " ")
     if "default" in simplified and simplified["default"] is None:
         del simplified["default"]
-    # "text or null" becomes "text".
+    # "text or null" becomes "text". No key of a recipe has the type "A or B or null".
     forms = [form for form in simplified.get("anyOf", ()) if form != {"type": "null"}]
     if len(forms) == 1:
         del simplified["anyOf"]

@@ -43,7 +43,7 @@ _MOST_BYTES = 1 << 20
 _MOST_STARS = 4
 """The largest number of stars in a pattern. With 4 stars, a name of 240 characters takes a second to match.
 With 5 stars, it takes 40 seconds."""
-MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
+CACHE_MARKERS = ("CACHEDIR.TAG", "pyvenv.cfg")
 """Files that mark a folder as a cache (bford.info/cachedir) or as a virtual environment of this machine."""
 _RUN_FOLDER_NAMES = {"code.json", WORKSPACE}
 """A folder that contains both names is the folder of a run, with a copy of the code. If run folders were
@@ -186,7 +186,7 @@ class _Walker:
     reads_gitignore: bool
     hidden: frozenset[Path]
     exceptions: tuple[str, ...]
-    """Names that go into the image even if they look like secrets."""
+    """Patterns for names that go into the image even if they look like secrets, such as ``a.key``."""
     entries: list[SourceEntry] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     secret: list[str] = field(default_factory=list)
@@ -205,7 +205,7 @@ class _Walker:
         siblings = {entry.name for entry in entries}
         if self.reads_gitignore and ".gitignore" in siblings:
             git_rules = (*git_rules, _read_patterns(folder / ".gitignore", below=prefix))
-        rules = (*git_rules, *self.override_rules)
+        rules = (*git_rules, *self.override_rules)  # the last rule that matches decides
         for entry in entries:
             name = prefix + entry.name
             is_folder = entry.is_dir(follow_symlinks=False)
@@ -222,6 +222,7 @@ class _Walker:
             elif decision is _Decision.INCLUDE:
                 self.entries.append(SourceEntry(name=name.rstrip("/"), entry=entry))
                 if is_folder:
+                    # The call adds `override_rules` itself, so that they come after all rules of git.
                     self.add_folder(Path(entry.path), name, git_rules)
 
     def _decide(self, entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> _Decision:
@@ -243,10 +244,10 @@ class _Walker:
         if excluded_by_recipe is None and _is_left_out(entry, name, siblings, rules):
             return _Decision.LEAVE_OUT
         # A file that looks like a secret goes into the image only if a pattern of the recipe names it, such
-        # as "!keys/a.key".
-        has_exception = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.exceptions)
-        is_brought_back = excluded_by_recipe is False and has_exception
-        if not is_brought_back and _is_secret(entry, name):
+        # as "!keys/a.key". A pattern for its folder, such as "!keys/", is not enough.
+        is_named = any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in self.exceptions)
+        is_brought_back_by_name = excluded_by_recipe is False and is_named
+        if not is_brought_back_by_name and _is_secret(entry, name):
             return _Decision.REFUSE_SECRET
         return _Decision.INCLUDE
 
@@ -323,21 +324,30 @@ def _is_generated(folder: os.DirEntry[str], prefix: str, rules: _Rules) -> bool:
     with os.scandir(folder) as scan:
         entries = list(scan)
     names = {entry.name for entry in entries}
-    if not names.isdisjoint(MARKERS) or names >= _RUN_FOLDER_NAMES:
+    has_cache_marker = not names.isdisjoint(CACHE_MARKERS)
+    is_run_folder = names >= _RUN_FOLDER_NAMES
+    if has_cache_marker or is_run_folder:
         return True
     for entry in entries:
-        # imgkit's own temporary files never go into an image, so they decide nothing here.
+        # imgkit's own temporary files (their names have this prefix) never go into an image, so they decide
+        # nothing here.
         if entry.name.startswith(TEMPORARY):
             continue
-        if _find_last_decision(rules, prefix + entry.name) is not None:
-            return False  # a pattern mentions this file, so a person cares about it
-        if entry.is_dir(follow_symlinks=False):
-            is_output = all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
-        else:
-            is_output = _is_output(entry.name, names)
-        if not is_output:
+        # A file that a pattern matches is one that a person cares about.
+        has_pattern = _find_last_decision(rules, prefix + entry.name) is not None
+        if has_pattern or not _is_output_or_run(entry, names):
             return False
     return bool(entries)  # an empty folder may have been made by a person
+
+
+def _is_output_or_run(entry: os.DirEntry[str], siblings: set[str]) -> bool:
+    """Return whether imgkit writes files with the name of `entry`, or `entry` is the folder of a run.
+
+    `siblings` are the names in the same folder.
+    """
+    if entry.is_dir(follow_symlinks=False):
+        return all(Path(entry.path, name).exists() for name in _RUN_FOLDER_NAMES)
+    return _is_output(entry.name, siblings)
 
 
 def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
@@ -349,18 +359,22 @@ def _is_secret(entry: os.DirEntry[str], name: str) -> bool:
     has_secret_name = secret_patterns.is_secret_file(name)
     if not entry.is_file(follow_symlinks=False):
         return has_secret_name
-    has_key_suffix = name.lower().endswith((".pem", ".key"))
-    if not has_key_suffix:
-        # Read small files only, because keys are small.
-        may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
-        if has_secret_name or not may_be_key:
-            return has_secret_name
-    with files.open_regular(Path(entry.path)) as file:
-        start = file.read(_KEY_BYTES)
-    if secret_patterns.is_private_key(start):
+    if name.lower().endswith((".pem", ".key")):
+        start = _read_start(entry)
+        # A certificate in PEM form is public. A file in another form may be a binary key.
+        is_pem = start.startswith(b"-----BEGIN ")
+        return secret_patterns.is_private_key(start) or not is_pem
+    if has_secret_name:
         return True
-    # A certificate in PEM form is public. A file in another form may be a binary key.
-    return has_key_suffix and not start.startswith(b"-----BEGIN ")
+    # Keys are small, so a larger file is not read.
+    may_be_key = "." not in entry.name and entry.stat().st_size <= _KEY_BYTES
+    return may_be_key and secret_patterns.is_private_key(_read_start(entry))
+
+
+def _read_start(entry: os.DirEntry[str]) -> bytes:
+    """Return the beginning of a file, which is long enough to contain any key."""
+    with files.open_regular(Path(entry.path)) as file:
+        return file.read(_KEY_BYTES)
 
 
 def _is_output(name: str, siblings: set[str]) -> bool:
@@ -419,17 +433,25 @@ def _read_parent_gitignores(source: Path) -> tuple[_Patterns, ...]:
     """
     source = source.resolve()
     patterns: tuple[_Patterns, ...] = ()
-    for folder in (source, *source.parents):
-        if folder != source:
-            above = f"{source.relative_to(folder).as_posix()}/"
-            patterns = (_read_patterns(folder / ".gitignore", above=above), *patterns)
-        is_repository_root = os.path.lexists(folder / ".git")
+    for folder in _list_parents_in_repository(source):
+        above = f"{source.relative_to(folder).as_posix()}/"
+        patterns = (_read_patterns(folder / ".gitignore", above=above), *patterns)
+    # The empty path stands for `source` itself. The decision is None if no pattern matches it.
+    is_source_excluded = _find_last_decision(patterns, "") is True
+    return () if is_source_excluded else patterns
+
+
+def _list_parents_in_repository(folder: Path) -> Sequence[Path]:
+    """Return the folders above `folder`, from the nearest one to the root of its git repository.
+
+    The result is empty if `folder` is the root itself. It is also empty outside of a repository, because a
+    .gitignore in the home folder, for example, does not apply there.
+    """
+    for parent_count, candidate in enumerate((folder, *folder.parents)):
+        is_repository_root = os.path.lexists(candidate / ".git")
         if is_repository_root:
-            # The empty path stands for `source` itself.
-            if _find_last_decision(patterns, ""):
-                return ()
-            return patterns
-    return ()  # outside of a repository, a .gitignore in the home folder, for example, does not apply
+            return folder.parents[:parent_count]
+    return ()
 
 
 def _read_dockerignore(source: Path) -> _Patterns:

@@ -127,30 +127,32 @@ def is_path(ref: str) -> bool:
     return "/" in ref or ref.endswith((SUFFIX, ".yml"))
 
 
-def locate_system(ref: str, source: Path) -> Path:
+def locate_system(ref: str, source: Path | None = None) -> Path:
     """Return the absolute path of the file that describes the system `ref`.
 
     Parameters
     ----------
     ref : the name of a system, or a path relative to the folder of `source`.
-    source : the file that names the system.
+    source : the file that names the system. None for a system that the user names. Then a path is relative to
+        the working directory.
 
     Raises
     ------
     UsageError : there is no such system, or it is a file of the site that users other than its owner can
         write.
     """
+    folder = Path.cwd() if source is None else source.parent
     try:
         if not is_path(ref):
-            file = _find_by_name(ref, source)
+            file = _find_by_name(ref, folder)
             refuse_writable(file)
             return file
         # A system in the site's folder must not extend a file outside of it, whose permissions are not
         # checked.
-        if is_site(source):
+        if source is not None and is_site(source):
             hint = "a system of a site's folder extends another by its name"
             raise UsageError(f"{ref} is a path", hint=hint)
-        file = (source.parent / ref).absolute()
+        file = (folder / ref).absolute()
         if file.is_file():
             refuse_writable(file)
             return file
@@ -164,15 +166,15 @@ def locate_system(ref: str, source: Path) -> Path:
     raise UsageError(f"there is no file {ref}", hint=hint)
 
 
-def _find_by_name(name: str, source: Path) -> Path:
-    """Return the file of the system `name`. `source` is the file that refers to the system, for the hint."""
+def _find_by_name(name: str, folder: Path) -> Path:
+    """Return the file of the system `name`. The hint of an error names a file of this name in `folder`."""
     systems = find_systems()
     if name in systems:
         return systems[name]
     hint = allowed_hint(name, systems)
-    sibling = source.parent / f"{name}{SUFFIX}"
-    if sibling.is_file():
-        hint += f"; for the file {sibling.name} write ./{sibling.name}"
+    file = folder / f"{name}{SUFFIX}"
+    if file.is_file():
+        hint += f"; for the file {file.name} write ./{file.name}"
     raise UsageError(f"there is no system {name!r}", hint=hint)
 
 

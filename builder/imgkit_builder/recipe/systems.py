@@ -90,20 +90,24 @@ class Registration:
     check: Callable[[SystemFacts], Iterable[SystemFault]] = _no_faults
     """A function that yields every value in a recipe's system section that the scheduler cannot use."""
     keys: tuple[str, ...] = ()
-    """The keys in `SPECIAL` that the scheduler uses."""
+    """The keys in `KEYS_OF_ONE_SCHEDULER` that the scheduler uses."""
 
-    def faults(self, facts: SystemFacts) -> Iterator[SystemFault]:
+    def find_faults(self, facts: SystemFacts) -> Iterator[SystemFault]:
         """Yield every value in a recipe's system section that this scheduler cannot use.
 
         This includes keys that only another scheduler uses, such as ``queue.node_pools`` of RunAI.
         """
         defaults = SystemFacts()
-        for key, scheduler in SPECIAL.items():
+        for key, only_user in KEYS_OF_ONE_SCHEDULER.items():  # "queue.output", "Slurm"
+            if key in self.keys:
+                continue  # this scheduler is the one that uses the key
             get_value = operator.attrgetter(key)  # "queue.output" -> facts.queue.output
-            if key not in self.keys and get_value(facts) != get_value(defaults):
+            is_set = get_value(facts) != get_value(defaults)
+            if is_set:
                 message = f"is not used by {facts.scheduler}"
-                hint = f"remove it: only {scheduler}'s jobs obey it"
+                hint = f"remove it: only {only_user}'s jobs obey it"
                 yield SystemFault(path=tuple(key.split(".")), what=message, hint=hint)
+        # The rules of this scheduler alone.
         yield from self.check(facts)
 
 
@@ -112,7 +116,10 @@ _SLURM_KEYS = (
     *("fabric.head_suffix", "queue.srun", "queue.output"),
 )
 _RUNAI_KEYS = ("queue.node_pools",)
-SPECIAL: Mapping[str, str] = {**dict.fromkeys(_SLURM_KEYS, "Slurm"), **dict.fromkeys(_RUNAI_KEYS, "RunAI")}
+KEYS_OF_ONE_SCHEDULER: Mapping[str, str] = {
+    **dict.fromkeys(_SLURM_KEYS, "Slurm"),
+    **dict.fromkeys(_RUNAI_KEYS, "RunAI"),
+}
 """Key below ``system`` that only one scheduler uses -> that scheduler."""
 
 
@@ -146,7 +153,7 @@ def is_scheduler(name: str) -> bool:
     return name in SHIPPED or name in _plugins()
 
 
-def scheduler_fault(name: str) -> Fault | None:
+def find_scheduler_fault(name: str) -> Fault | None:
     """Return what is wrong with a value of ``system.scheduler``, or None if it names a scheduler."""
     if is_scheduler(name):
         return None

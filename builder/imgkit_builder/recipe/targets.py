@@ -131,14 +131,9 @@ def validate_target(target: Target) -> Target:
     collector = Collector()
     # The values have no lines. Line 0 means the file as a whole.
     position = Position(file=target.file, line=0, column=0)
-    for message, hint in rules.recipe_name(target.name):
+    for message, hint in rules.find_recipe_name_faults(target.name):
         collector.error(position, ("name",), message, hint)
-    # The rules require a base. This placeholder is never used, because the image has already been built.
-    image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
-    if target.workdir:
-        image["workdir"] = target.workdir
-    system = dataclasses.asdict(target.system, dict_factory=_without_none)
-    _, mistakes = validate(Document, {"image": image, "system": system})
+    _, mistakes = validate(Document, _make_recipe_data(target))
     for mistake in mistakes:
         collector.error(position, mistake.path, mistake.message, mistake.hint)
     _check_scheduler(target.system, position, collector)
@@ -147,22 +142,35 @@ def validate_target(target: Target) -> Target:
     return target
 
 
+def _make_recipe_data(target: Target) -> dict[str, Any]:
+    """Return the values of `target` as the data of a recipe's file."""
+    # The rules require a base. This placeholder is never used, because the image has already been built.
+    image: dict[str, Any] = {"base": "scratch:none", "platform": target.platforms}
+    if target.workdir:
+        image["workdir"] = target.workdir
+    # None is no value in a recipe. A key that is not set is left out instead.
+    system = dataclasses.asdict(target.system, dict_factory=_make_dict_without_none)
+    return {"image": image, "system": system}
+
+
+def _make_dict_without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of `pairs` without those whose value is None."""
+    return {key: value for key, value in pairs if value is not None}
+
+
 def _check_scheduler(system: SystemFacts, position: Position, collector: Collector) -> None:
     """Report an unknown scheduler, or values that the scheduler cannot use, to `collector`.
 
     The rules of a scheduler expect valid values. They are skipped if other errors have been found.
     """
-    unknown = systems.scheduler_fault(system.scheduler)
-    if unknown is not None:
-        collector.error(position, ("system", "scheduler"), *unknown)
+    scheduler_fault = systems.find_scheduler_fault(system.scheduler)
+    if scheduler_fault is not None:
+        message, hint = scheduler_fault
+        collector.error(position, ("system", "scheduler"), message, hint)
     elif not collector.errors:
-        for fault in systems.find_registration(system.scheduler).faults(system):
+        registration = systems.find_registration(system.scheduler)
+        for fault in registration.find_faults(system):
             collector.error(position, ("system", *fault.path), fault.what, fault.hint)
-
-
-def _without_none(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a mapping without the keys whose value is None. A recipe leaves such keys out, too."""
-    return {key: value for key, value in pairs if value is not None}
 
 
 SHOW_SCHEMA = 1
@@ -186,20 +194,19 @@ def _list_values(
     if isinstance(value, RunCommand) and value.short is not None:
         value = value.short
     children = _list_children(value)
-    if children is None:
+    if children is None:  # a single value
         yield _make_row(path, value, positions)
         return
-    if not children:
+    if not children:  # an empty list or mapping is shown as no value
         yield _make_row(path, None, positions)
         return
     # A step is an item of a list, so its path ends with an index. For steps and for the constraints, only the
     # keys that are set are listed, because the many optional keys of each step would fill the table.
-    is_step = isinstance(path[-1], int)
+    lists_only_set_keys = isinstance(path[-1], int) or path == ("image", "constraints")
     for key, child in children:
-        is_unset = child in ((), None, {})
-        if is_unset and (is_step or path == ("image", "constraints")):
-            continue
-        yield from _list_values((*path, key), child, positions)
+        is_set = child not in ((), None, {})
+        if is_set or not lists_only_set_keys:
+            yield from _list_values((*path, key), child, positions)
 
 
 def _make_row(path: KeyPath, value: Any, positions: Mapping[KeyPath, Position]) -> dict[str, Any]:
@@ -244,30 +251,32 @@ _WIDEST_VALUE = 60
 the right."""
 
 
-def format_table(text: str) -> list[str]:
+def format_table(recipe_json: str) -> list[str]:
     """Return a table of a recipe's values, one per line: key, value, and ``file:line`` or ``default``.
 
-    `text` is the result of `describe_as_json`.
+    `recipe_json` is the result of `describe_as_json`, in which paths are texts already.
     """
-    recipe_data = json_text.parse(text)
+    recipe_data = json_text.parse(recipe_json)
     title = recipe_data["name"]
     if recipe_data["description"]:
         title += f": {recipe_data['description']}"
     rows = recipe_data["values"]
-    value_texts = []
-    # A text from a recipe may contain control characters, which must not reach the terminal.
-    for row in rows:
-        value_text = "-"
-        if row["value"] not in (None, ""):
-            value_text = terminal.escape_controls(str(row["value"]))
-        value_texts.append(value_text)
-    # A few very long values must not widen the whole table.
+    value_texts = [_format_value(row["value"]) for row in rows]
     key_width = max(len(row["key"]) for row in rows)
+    # A few very long values must not widen the whole table.
     value_width = min(max(map(len, value_texts)), _WIDEST_VALUE)
     lines = [title, f"file    {recipe_data['file']}", f"sha256  {recipe_data['sha256']}", ""]
     for row, value_text in zip(rows, value_texts, strict=True):
         lines.append(f"{row['key']:{key_width}}  {value_text:{value_width}}  {_describe_source(row)}")
     return lines
+
+
+def _format_value(value: Any) -> str:
+    """Return a value of a recipe for the table. A value that is not set or empty is shown as ``-``."""
+    if value in (None, ""):
+        return "-"
+    # A text from a recipe may contain control characters, which must not reach the terminal.
+    return terminal.escape_controls(str(value))
 
 
 def _describe_source(row: Mapping[str, Any]) -> str:

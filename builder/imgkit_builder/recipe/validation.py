@@ -38,27 +38,29 @@ _EXPECTED = {
 the user chooses, such as ``env``."""
 
 
-def rule_of(
-    check: Callable[[Any], object], *, required: bool = False, core: Mapping[str, Any] | None = None
+def make_rule(
+    check: Callable[[Any], object], *, required: bool = False, core_schema: Mapping[str, Any] | None = None
 ) -> Rule:
     """Return a rule for pydantic that refuses a value if `check` raises a UsageError for it.
+
+    For example, the type of a field may be ``Annotated[str, make_rule(check_host)]``.
 
     Parameters
     ----------
     required : whether to check an empty value, too. By default an empty value means "not set", and passes.
-    core : pydantic's schema for the value before the check. By default it is that of the annotated type.
+    core_schema : pydantic's schema for the value before the check. None for that of the annotated type.
     """
 
-    def rule(value: Any) -> Iterator[Fault]:
-        # An empty value means "not set".
-        if not value and not required:
+    def find_fault(value: Any) -> Iterator[Fault]:
+        is_unset = not value and not required
+        if is_unset:
             return
         try:
             check(value)
         except UsageError as error:
             yield error.what, error.hint or ""
 
-    return Rule(rule, core=core)
+    return Rule(find_fault, core=core_schema)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

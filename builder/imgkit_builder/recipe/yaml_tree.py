@@ -285,15 +285,7 @@ def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector)
     also has a hint.
     """
     message = " ".join(text for text in (error.context, error.problem) if text)
-    # PyYAML gives the position of the problem, the beginning of the enclosing construct (the context), or
-    # both.
-    mark = error.problem_mark or error.context_mark
-    if "end" in message and "stream" in message:
-        # A quote or bracket is not closed. Its beginning helps the author more than the end of the file.
-        mark = error.context_mark or error.problem_mark
-    position = Position(file=file, line=1, column=1)
-    if mark is not None:
-        position = Position(file=file, line=mark.line + 1, column=mark.column + 1)
+    position = _find_error_position(error, message, file)
     # PyYAML writes a tab in its message as \t.
     if "'\\t'" in message:
         _report_tabs(position, file, problems)
@@ -305,6 +297,23 @@ def _report_syntax(error: yaml.MarkedYAMLError, file: Path, problems: Collector)
             break
     message = message.replace("'<stream end>'", "the end of the file")
     problems.error(position, (), f"not YAML: {message}", hint)
+
+
+def _find_error_position(error: yaml.MarkedYAMLError, message: str, file: Path) -> Position:
+    """Return the position of a syntax error. `message` is the whole message of PyYAML.
+
+    PyYAML gives the position of the problem, the beginning of the construct around it (the context), or both.
+    """
+    # The message then contains "unexpected end of stream" or "<stream end>".
+    is_unclosed = "end" in message and "stream" in message
+    if is_unclosed:
+        # The beginning of the quote or bracket helps the author more than the end of the file.
+        mark = error.context_mark or error.problem_mark
+    else:
+        mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return Position(file=file, line=1, column=1)
+    return Position(file=file, line=mark.line + 1, column=mark.column + 1)
 
 
 def _report_tabs(position: Position, file: Path, problems: Collector) -> None:

@@ -92,8 +92,8 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
     """Return the user's Python projects that are installed in the .sif `path`.
 
     These are the projects that the recipe's pip steps install. The project `name` may have been installed in
-    another way, for example by a command of the recipe. If so, it is found and added. If `name` is empty,
-    nothing is added.
+    another way, for example by a command of the recipe. If so, it is found among the packages of the image,
+    and added. `name` is canonical, such as ``my-project``. If it is empty, nothing is added.
 
     Raises
     ------
@@ -105,7 +105,8 @@ def read_projects(path: Path, name: str) -> tuple[InstalledProject, ...]:
     projects: list[InstalledProject] = []
     if baked_files.manifest:
         projects += manifest.from_json(baked_files.manifest).projects
-    if name in [project.name for project in projects]:
+    is_from_pip_step = any(project.name == name for project in projects)
+    if not name or is_from_pip_step:
         return tuple(projects)
     distributions = baked_files.distributions
     if distributions is None:  # another program wrote the file
@@ -122,19 +123,21 @@ def _read_distributions(path: Path) -> tuple[Distribution, ...]:
     The list is made from the metadata of the packages (``*.dist-info``) in the image.
     """
     search_path = _read_search_path(path)
-    # If there is a lock in the image, packages have no origin. So the collector has to know about the lock.
-    patterns = [manifest.LOCK_TOML.lstrip("/")]
-    for folder in library_folders(search_path):
-        patterns.append(f"{folder}/python3*/*-packages/*.dist-info")
-    # It needs the names of all these files, and the content of the relevant ones.
+    metadata_patterns = [
+        f"{folder}/python3*/*-packages/*.dist-info" for folder in library_folders(search_path)
+    ]
+    # If the image was built from a lock, the collector lists only the packages that are not in the lock. It
+    # sees that from the name of the lock's file.
+    lock_pattern = manifest.LOCK_TOML.lstrip("/")
     collector = BakedFactsCollector()
     # unsquashfs runs twice: the first run lists all names, and the second one reads the relevant files.
-    file_paths = []
+    relevant_paths = []
     for squashfs in unsquash.open_squashfs(path):
-        for file in squashfs.list_files(*patterns):
-            file_paths.append(file.path)
+        for file in squashfs.list_files(lock_pattern, *metadata_patterns):
             collector.add_name(file.path)
-    for name, data in unsquash.read(path, filter(collector.is_relevant, file_paths)).items():
+            if collector.is_relevant(file.path):
+                relevant_paths.append(file.path)
+    for name, data in unsquash.read(path, relevant_paths).items():
         collector.add(name, data)
     return collector.facts(search_path).distributions or ()
 

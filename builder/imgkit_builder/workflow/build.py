@@ -435,8 +435,9 @@ def _pack_context(
 def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report: Reporter) -> Recipe:
     """Return `recipe` with its lock, which lists the exact version of each package of the image.
 
-    If the recipe has no lock, or the request has ``--no-lock``, the recipe is returned unchanged. Otherwise
-    the path of the lock file and the number of its packages are reported.
+    With ``--no-lock``, or if the lock is attached already, the recipe is returned unchanged. If there is no
+    lock file, the result has no lock. Otherwise the path of the lock file and the number of its packages are
+    reported.
 
     Raises
     ------
@@ -449,14 +450,14 @@ def _attach_lock(recipe: Recipe, platform: str, request: AnyBuildRequest, report
     locked_recipe = lock_file.attach_lock(
         recipe, platform=platform, base=chosen_base, required=request.locked
     )
-    # There is no lock if the recipe has no lock file and the request does not demand one.
     lock = locked_recipe.lock
-    if lock is not None:
-        file = shorten_path(lock_file.lock_path(recipe))
-        counts = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
-        if locked_recipe.kept:  # wheels that no index has, in a folder beside the lock
-            counts += f", {len(locked_recipe.kept)} of them kept here"
-        report.note(f"locked: {file}, {counts} (to ignore it: --no-lock)")
+    if lock is None:  # there is no lock file
+        return locked_recipe
+    file = shorten_path(lock_file.lock_path(recipe))
+    counts = f"{len(lock.apt)} apt and {len(lock.pip)} pip packages"
+    if locked_recipe.kept:  # wheels that no index has, in a folder beside the lock
+        counts += f", {len(locked_recipe.kept)} of them kept here"
+    report.note(f"locked: {file}, {counts} (to ignore it: --no-lock)")
     return locked_recipe
 
 

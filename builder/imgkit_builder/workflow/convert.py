@@ -10,9 +10,9 @@ import dataclasses
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from imgkit_builder import engine
+from imgkit_builder import engine as engines
 from imgkit_builder.archive import read, sidecar
 from imgkit_builder.base.progress import SILENT, Reporter
 from imgkit_builder.base.suffixes import ARCHIVE_SUFFIXES, RECIPE_SUFFIXES
@@ -37,6 +37,23 @@ if TYPE_CHECKING:
 _DEFAULTS = Options()
 
 
+class PlannedConversion(NamedTuple):
+    """What a conversion would do."""
+
+    target: Path
+    """The file to write."""
+    commands: tuple[str, ...]
+
+
+class _Conversion(NamedTuple):
+    """An image, the file to convert it to, and the options."""
+
+    source: Source
+    target: Path
+    options: Options
+    """The options of the user, completed by those of the image's system."""
+
+
 def convert(
     image: str | Path,
     sif: str | Path | None = None,
@@ -44,7 +61,7 @@ def convert(
     *,
     report: Reporter = SILENT,
 ) -> Converted:
-    """Convert `image` to the file `sif`, and check the result.
+    """Convert `image` to the file `sif`, which may also be a .sqsh, and check the result.
 
     An existing file is replaced in one step, and only after the new file has passed the check. If the
     existing file is up to date, it is left as it is.
@@ -52,8 +69,8 @@ def convert(
     Parameters
     ----------
     image : an archive, a built recipe, an image of the engine, an OCI folder, or ``-`` for standard input.
-    sif : the file to write. By default it is in the current folder and has the name of the image:
-        ``mn5.sif``.
+    sif : the file to write, in the format of `options`. By default it is in the current folder and has the
+        name of the image: ``mn5.sif``.
     options : the options of the conversion. If the compression is ``auto``, the compression of the image's
         system is used, if the image names a system.
 
@@ -63,13 +80,13 @@ def convert(
     CheckFailed : the archive is damaged, or the new file fails its check.
     ToolMissing, ToolFailed : the runtime, mksquashfs or the engine is missing or failed.
     """
-    with _prepare_source(str(image), sif, options) as (source, target, system_options):
-        return conversion.convert(source, target, system_options, report)
+    with _prepare_conversion(str(image), sif, options) as (source, target, completed_options):
+        return conversion.convert(source, target, completed_options, report)
 
 
 def plan_conversion(
-    image: str | Path, sif: str | Path | None = None, options: Options = _DEFAULTS
-) -> tuple[Path, tuple[str, ...]]:
+    image: str | Path, output: str | Path | None = None, options: Options = _DEFAULTS
+) -> PlannedConversion:
     """Return the file that `convert` would write, and the commands that it would run.
 
     Raises
@@ -78,29 +95,31 @@ def plan_conversion(
     CheckFailed : the archive is damaged.
     ToolMissing : the runtime, mksquashfs or the engine is missing.
     """
-    with _prepare_source(str(image), sif, options) as (source, target, system_options):
+    with _prepare_conversion(str(image), output, options) as (source, target, completed_options):
         conversion.check_target(target.absolute(), force=options.force, format=options.format)
-        return target, tuple(conversion.list_commands(source, target.absolute(), system_options))
+        commands = tuple(conversion.list_commands(source, target.absolute(), completed_options))
+    return PlannedConversion(target, commands)
 
 
-def refuse_format(sif: str | Path | None, options: Options) -> None:
-    """Raise UsageError if the format in `options` contradicts the name `sif` or another option.
+def refuse_format(output: str | Path | None, options: Options) -> None:
+    """Raise UsageError if the format in `options` contradicts the name `output` or another option.
 
     An example is ``--format sqsh -o X.sif``, which would write a .sqsh under the name of a .sif. The option
     ``--runtime-command`` is refused for a .sqsh as well, because imgkit does not start a .sqsh.
 
     Parameters
     ----------
-    sif : the file to write, or None for the default name.
+    output : the file to write, or None for the default name.
     """
-    suffix = Path(sif or "").suffix
+    suffix = Path(output or "").suffix
     # A name with another suffix says nothing about the format.
     if suffix in (".sif", ".sqsh") and suffix != f".{options.format}":
         raise UsageError(
             f"--format {options.format} writes no {suffix}",
-            where=f"-o {sif}",
+            where=f"-o {output}",
             hint=f"-o NAME.{options.format}",
         )
+    # The field `runtime` is the value of --runtime-command.
     if options.format == "sqsh" and options.runtime:
         raise UsageError(
             "--runtime-command cannot be combined with --format sqsh: imgkit starts no .sqsh",
@@ -110,28 +129,26 @@ def refuse_format(sif: str | Path | None, options: Options) -> None:
 
 
 @contextlib.contextmanager
-def _prepare_source(
-    image: str, sif: str | Path | None, options: Options
-) -> Iterator[tuple[Source, Path, Options]]:
+def _prepare_conversion(image: str, output: str | Path | None, options: Options) -> Iterator[_Conversion]:
     """Find the image to convert. Yield it with the file to write, and the completed options.
 
-    The system of the image completes the options, for example with its compression. If the image is in an
-    engine (Docker or Podman), the connection to the engine is closed at the end of the block.
+    If the image is in an engine (Docker or Podman), the connection to the engine is closed at the end of the
+    block.
     """
-    refuse_format(sif, options)
+    refuse_format(output, options)
     # `system` is the cluster that the image is for, or None if it is unknown.
     with source_of(image) as (source, system):
-        if image == "-" and sif is None:
+        if image == "-" and output is None:
             raise UsageError(
                 "an image from standard input has no name yet", where="-", hint=f"-o FILE.{options.format}"
             )
-        target = Path(sif or f"{name_stem(image)}.{options.format}")  # in the current folder by default
-        compression = compression_for(system, options.compression)
-        yield (
-            source,
-            target,
-            dataclasses.replace(options, module_hint=module_line(system), compression=compression),
+        target = Path(output or f"{name_stem(image)}.{options.format}")  # in the current folder by default
+        completed_options = dataclasses.replace(
+            options,
+            module_hint=module_line(system),  # for the error if there is no runtime: "module load ..."
+            compression=compression_for(system, options.compression),
         )
+        yield _Conversion(source, target, completed_options)
 
 
 def compression_for(system: SystemFacts | None, choice: CompressionChoice = "auto") -> CompressionChoice:
@@ -169,15 +186,15 @@ def source_of(image: str) -> Iterator[tuple[Source, SystemFacts | None]]:
             hint=f"save it on the build host: imgkit save {name_stem(image)}",
         )
     else:
-        with engine_image(image) as source:
+        with open_engine_image(image) as source:
             yield source, system_of(image)
 
 
 def _read_system_of_archive(path: Path) -> SystemFacts | None:
     """Return the system that the image in an archive is for, or None if it is unknown.
 
-    The system is stored in the file ``X.tar.manifest.json`` beside the archive. None means that there is no
-    such file.
+    The system is stored in the file ``X.tar.manifest.json`` beside the archive. If there is no such file, or
+    imgkit did not build the image, the system is unknown.
 
     Raises
     ------
@@ -187,6 +204,7 @@ def _read_system_of_archive(path: Path) -> SystemFacts | None:
     if description is None:
         return None
     if sidecar.read_sha256(path) is None:
+        # The message says whether the digest in the description is that of the archive.
         actual_sha256 = read.hash_file(path, report=SILENT)
         message, hint = sidecar.describe_incomplete(path, actual_sha256, description)
         raise CheckFailed(message, where=str(path), hint=hint)
@@ -206,13 +224,13 @@ def _refuse_converted(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def engine_image(image: str) -> Iterator[EngineImage]:
+def open_engine_image(image: str) -> Iterator[EngineImage]:
     """Yield the image called `image` in Docker or Podman, and close the connection at the end."""
-    engine_name = image_name(image)
+    name = image_name(image)
     try:
-        connection = engine.connect()
+        connection = engines.connect()
     except ToolMissing as error:
         hint = f"{error.hint}\nwithout Docker, give the archive: imgkit sif {name_stem(image)}.tar"
         raise ToolMissing(error.what, where=error.where, hint=hint) from error
-    with connection as connected_engine:
-        yield engine.local_image(connected_engine, engine_name)
+    with connection as engine:
+        yield engines.local_image(engine, name)

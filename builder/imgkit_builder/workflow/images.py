@@ -120,7 +120,8 @@ def shell_command(
     ToolMissing : there is no engine or no runtime.
     """
     if workdir:
-        for message, hint in rules.image_path(workdir):  # only yields something if the path is wrong
+        # The loop raises the first fault. A usable path has none.
+        for message, hint in rules.find_image_path_faults(workdir):
             raise UsageError(message, where="--workdir", hint=hint)
     _refuse_missing_sif(image)
     if _is_file(image):
@@ -145,15 +146,14 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     With `host`, the shell shares this machine's home folder and network. If `workdir` is empty, it starts in
     the folder that the recipe sets.
     """
-    engine_name = image_name(target)
+    name = image_name(target)
     with engines.connect() as engine:
-        engines.inspect(engine, engine_name)  # raises an error if there is no such image
-    # The facts about the engine stay known after its connection is closed.
-    argv = engines.shell_argv(
-        engine_name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
-    )
+        engines.inspect(engine, name)  # raises an error if there is no such image
+        argv = engines.shell_argv(
+            name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
+        )
     description = _SHARED_DESCRIPTION if host else f"a shell runs in the image: {_NOTHING_SHARED}"
-    return ShellCommand(argv=tuple(argv), description=description, image=engine_name)
+    return ShellCommand(argv=tuple(argv), description=description, image=name)
 
 
 def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] = ()) -> ShellCommand:
@@ -202,7 +202,7 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
     return ShellCommand(argv=tuple(argv), description=description)
 
 
-def _make_bash_command(package_files: int, variables: Sequence[str]) -> list[str]:
+def _make_bash_command(package_file_count: int, variables: Sequence[str]) -> list[str]:
     """Return the command that starts bash in the image, with packages and variables: ``env NAME=VALUE bash``.
 
     If there are neither packages nor variables, the result is empty, because the runtime's own ``shell`` is
@@ -210,13 +210,13 @@ def _make_bash_command(package_files: int, variables: Sequence[str]) -> list[str
 
     Parameters
     ----------
-    package_files : the number of files with packages.
+    package_file_count : the number of files with packages, which are mounted into the image.
     variables : items of the form ``NAME=VALUE``.
     """
     command = []
-    if package_files:
+    if package_file_count:
         # The last "sh" is the name of the script. The script ends with `exec "$@"`, so it runs what follows.
-        command += ["sh", "-c", record.search_path_script(package_files), "sh"]
+        command += ["sh", "-c", record.search_path_script(package_file_count), "sh"]
     # env sets the variables inside the container, as in a job (ADR 5). If they were set outside, the image's
     # variables of the same name would override them.
     if variables:

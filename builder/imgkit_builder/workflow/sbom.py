@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,16 +49,33 @@ def _read_or_make_file_document(path: Path) -> str:
     If there is none, or it is not valid JSON, make a document from the files of the image.
     """
     stored_document = unsquash.read(path, [SPDX_PATH]).get(SPDX_PATH, b"")
-    # A missing document is empty, which is not valid JSON either.
-    with contextlib.suppress(ValueError):
-        json_text.parse(stored_document, most_bytes=unsquash.MOST_BYTES)
+    if _is_json(stored_document):
         return stored_document.decode()
     collector = _collect_files(path)
-    is_sif = image.is_sif(path)
-    superblock = image.root_superblock(image.read(path)) if is_sif else sqsh.check_structure(path)
-    # imgkit gives a squashfs the time at which the image was created.
-    created_s = superblock.mkfs_time_s if superblock else 0
-    return spdx.spdx_document(collector.inventory(arch=recorded_arch(path), created_s=created_s))
+    inventory = collector.inventory(arch=recorded_arch(path), created_s=_read_creation_time_s(path))
+    return spdx.spdx_document(inventory)
+
+
+def _is_json(document: bytes) -> bool:
+    """Return whether `document` is valid JSON. A missing document is empty, which is not valid."""
+    try:
+        json_text.parse(document, most_bytes=unsquash.MOST_BYTES)
+    except ValueError:
+        return False
+    return True
+
+
+def _read_creation_time_s(path: Path) -> int:
+    """Return the Unix time at which the image in a .sif or .sqsh was created, or 0 if it is unknown.
+
+    imgkit gives the squashfs with the image that time.
+    """
+    if not image.is_sif(path):
+        return sqsh.check_structure(path).mkfs_time_s
+    superblock = image.root_superblock(image.read(path))
+    if superblock is None:  # the .sif has no squashfs
+        return 0
+    return superblock.mkfs_time_s
 
 
 def _collect_files(path: Path) -> InventoryCollector:
@@ -98,18 +114,18 @@ def _make_source_document(
     unpack_limit_bytes : the largest size of an archive once it is unpacked, or None for the default limit.
     """
     # An image in an engine is not saved first. Its files are read while the engine exports them.
-    is_exported = isinstance(source, entries.EngineImage)
+    exports = isinstance(source, entries.EngineImage)
     collector = InventoryCollector()
-    # `scratch` only uses the parent folder of this path.
-    neighbour = path.absolute() if path.exists() else Path.cwd() / "image"
+    # `scratch` uses only the folder of this path. The last part of the path need not exist.
+    beside = path.absolute() if path.exists() else Path.cwd() / "image"
     with (
-        scratch(neighbour) as folder,
+        scratch(beside) as folder,
         entries.open_source(
-            source, folder, report, exports=is_exported, unpack_limit_bytes=unpack_limit_bytes
+            source, folder, report, exports=exports, unpack_limit_bytes=unpack_limit_bytes
         ) as opened,
-        entries.image_entries(opened, folder, report, unpack_limit_bytes=unpack_limit_bytes) as stream,
+        entries.image_entries(opened, folder, report, unpack_limit_bytes=unpack_limit_bytes) as file_entries,
     ):
-        for entry in stream:
-            entries.copy_for_inventory(entry, collector)
-    created_s = creation_time_s(opened.config.created)
-    return spdx.spdx_document(collector.inventory(arch=opened.config.arch, created_s=created_s))
+        for file_entry in file_entries:
+            entries.copy_for_inventory(file_entry, collector)
+        created_s = creation_time_s(opened.config.created)
+        return spdx.spdx_document(collector.inventory(arch=opened.config.arch, created_s=created_s))

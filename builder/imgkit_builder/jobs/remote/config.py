@@ -24,7 +24,7 @@ from imgkit_builder.jobs.systems import fanout, pods
 from imgkit_builder.recipe import problems
 from imgkit_builder.recipe.model import KEYS
 from imgkit_builder.recipe.problems import allowed_hint
-from imgkit_builder.recipe.validation import rule_of, validate
+from imgkit_builder.recipe.validation import make_rule, validate
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import Fault, Rule, pattern_rule
 
@@ -136,25 +136,25 @@ def check_volume(path: str, *, where: str = "") -> str:
 class RemoteTable:
     """The table of a remote in the file, without its name."""
 
-    address: Annotated[str, rule_of(check_host, required=True)]
+    address: Annotated[str, make_rule(check_host, required=True)]
     """``USER@HOST``, or a Host of ~/.ssh/config."""
-    folder: Annotated[str, rule_of(partial(check_folder, where=""))] = FOLDER
+    folder: Annotated[str, make_rule(partial(check_folder, where=""))] = FOLDER
     """imgkit's folder on the remote: an absolute path, or a path below the home folder."""
     recipe: str = ""
     """The recipe of the jobs on this remote. If it is empty, each job names its own recipe."""
-    transfer: Annotated[str, rule_of(check_host)] = ""
+    transfer: Annotated[str, make_rule(check_host)] = ""
     """A host that has the same file systems and is used for transfers. If it is empty, `address` is used."""
     keep_s: Annotated[int, Rule(_keep_s_faults, core={"type": "int", "strict": True})] = KEEP_S
     """Seconds for which an unused connection stays open. If it is 0, each command connects by itself."""
-    bwlimit: Annotated[float, rule_of(check_bwlimit, core={"type": "float", "strict": True})] = 0.0
+    bwlimit: Annotated[float, make_rule(check_bwlimit, core_schema={"type": "float", "strict": True})] = 0.0
     """Limit for uploads, in MB/s. 0 means no limit."""
-    pvc: Annotated[str, rule_of(check_pvc)] = ""
+    pvc: Annotated[str, make_rule(check_pvc)] = ""
     """``CLAIM:/PATH``: the volume on which pods have `folder`, and its path in pods.
 
     Such a remote only stores files, and the client on this machine submits the jobs. If it is empty, the
     remote takes jobs itself.
     """
-    volume: Annotated[str, rule_of(check_volume)] = ""
+    volume: Annotated[str, make_rule(check_volume)] = ""
     """With `pvc`, the path of the volume's root on the remote.
 
     If it is empty, the root is the mount point of the file system that has `folder`.

@@ -13,7 +13,7 @@ from typer.core import TyperCommand
 from typer.testing import CliRunner
 
 from imgkit_builder.cli import app
-from imgkit_builder.cli.scheduler_options import TABLES
+from imgkit_builder.cli.scheduler_options import OPTION_TABLES
 
 OUTPUTS = ("--output", "-o")
 """Their value is a file or folder everywhere; its name in the help tells which."""
@@ -84,14 +84,14 @@ def test_run_has_at_most_46_options(run_options):
 
 
 def test_no_option_of_a_scheduler_is_one_of_imgkit(run_flags):
-    names = {name for rows in TABLES.values() for row in rows for name in row.names.split()}
+    names = {name for rows in OPTION_TABLES.values() for row in rows for name in row.names.split()}
     assert len(names) > 80
     assert names & run_flags == set()
     assert {name for name in names if not name.startswith("-")} == set(RESOURCES)
 
 
-def test_answers_to_options_of_schedulers_are_options_of_imgkit(run_flags):
-    answers = {row.answer for rows in TABLES.values() for row in rows}
-    typed = {name for answer in answers for name in re.findall(r"(?:^| )(--?[a-z][a-z-]*|-A)", answer)}
+def test_replacements_for_options_of_schedulers_are_options_of_imgkit(run_flags):
+    texts = {row.replacement for rows in OPTION_TABLES.values() for row in rows}
+    typed = {name for text in texts for name in re.findall(r"(?:^| )(--?[a-z][a-z-]*|-A)", text)}
     assert typed - run_flags == set()
     assert "--option" in typed

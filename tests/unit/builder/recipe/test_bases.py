@@ -26,14 +26,14 @@ def test_every_cell_has_a_source():
     assert [row.tag for row in rows] == sorted(row.tag for row in rows)
     assert {"24.03", "26.09"} <= {row.tag for row in rows}
     for row in rows:
-        cells = [cell for _, cell in row.cells() if cell is not None]
+        cells = [cell for _, cell in row.list_columns() if cell is not None]
         assert cells
         assert all(cell.value and len(cell.source) > 10 for cell in cells)
     assert [row.nccl for row in rows if row.tag == "24.03"] == [None]
 
 
 def test_driver_follows_from_cuda():
-    cells = {row.tag: dict(row.cells())["driver"] for row in bases.load_table()}
+    cells = {row.tag: dict(row.list_columns())["driver"] for row in bases.load_table()}
     assert cells["22.06"] is None, "its CUDA is not known"
     assert [getattr(cells[tag], "value", "") for tag in ("25.06", "25.08")] == ["525", "580"]
 
@@ -195,6 +195,11 @@ def test_known_issues_of_a_base_are_warnings(write, base, env, rows, ids):
     warnings = warned(write(image + GRACE.format(env=env, rows=rows)))
     assert [re.findall(r"known issue ([a-z-]+)", text)[0] for text in warnings] == ids
     assert all(text.startswith("image.base: ") for text in warnings)
+
+
+def test_recipe_without_a_current_base_has_no_unknown_values_of_one(write):
+    rows = "{id: x, message: a fault, when: [nccl is unknown]}"
+    assert warned(write(f'image: {{base: "{NGC}:25.10-py3"}}\nsystem: {{known_issues: [{rows}]}}')) == []
 
 
 UNKNOWN_NCCL = """
