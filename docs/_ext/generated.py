@@ -53,14 +53,14 @@ def json_page() -> str:
 
 def known_issues_page() -> str:
     """Return a section for each known issue that imgkit ships."""
-    from imgkit_entrypoints.known_issues import TABLE
+    from imgkit_entrypoints.known_issues import SHIPPED_FILE
 
     parts = [
         "# Known issues",
         "This page is generated from the rows that imgkit ships. `dist-doctor --known-issues` says on a node "
         "which of them match.",
     ]
-    for row in json.loads(TABLE.read_text(encoding="utf-8")):
+    for row in json.loads(SHIPPED_FILE.read_text(encoding="utf-8")):
         settings = ", ".join(f"`{name}={value}`" for name, value in row.get("env", {}).items())
         lines = {
             "When": " and ".join(f"`{condition}`" for condition in row["when"]),

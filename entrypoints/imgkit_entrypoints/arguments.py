@@ -109,8 +109,8 @@ class Parser(argparse.ArgumentParser):
     A dry run with ``--json`` can then print the error.
     """
 
-    def parse_args(  # type: ignore[override]  # no caller gives a namespace of a class of its own
-        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    def parse_args(  # type: ignore[override]  # no caller gives a namespace
+        self, args: Sequence[str] | None = None
     ) -> argparse.Namespace:
         """Parse `args`, or the arguments of this process, and return the options.
 
@@ -120,20 +120,25 @@ class Parser(argparse.ArgumentParser):
         """
         argv = sys.argv[1:] if args is None else args
         try:
-            options, unknown = self.parse_known_args(argv, namespace)
+            options, unknown = self.parse_known_args(argv)
         except UsageError as error:
-            # argparse takes the value of an unknown option for a positional argument, and its error is about
-            # that argument. The error should name the unknown option instead.
-            # argparse's message begins with the name of the argument, which shows this case.
-            positionals = [action for action in self._actions if not action.option_strings]
-            prefixes = tuple(f"argument {action.metavar}:" for action in positionals)
-            unknown = self._find_unknown_flags(argv)
-            if unknown and str(error).startswith(prefixes):
-                self.error(self._describe_unknown(unknown))
+            self._refuse_unknown_flags(argv, error)
             raise
         if unknown:
-            self.error(self._describe_unknown(unknown))
+            self.error(self._describe_unknown(unknown))  # raises UsageError
         return options
+
+    def _refuse_unknown_flags(self, argv: Sequence[str], error: UsageError) -> None:
+        """Raise UsageError about unknown options in `argv`, if they are the cause of argparse's `error`.
+
+        argparse takes the value of an unknown option for a positional argument. For ``--unknown 5 FILE``, its
+        error is then about this argument: ``argument FILE: invalid choice: '5'``.
+        """
+        positionals = [action for action in self._actions if not action.option_strings]
+        prefixes = tuple(f"argument {action.metavar}:" for action in positionals)
+        unknown = self._find_unknown_flags(argv)
+        if unknown and str(error).startswith(prefixes):
+            self.error(self._describe_unknown(unknown))
 
     def _find_unknown_flags(self, argv: Sequence[str]) -> list[str]:
         """Return the arguments that look like a long option that this parser does not have."""
@@ -196,14 +201,11 @@ def refuse_unused(
     """
     # An option that was set to its default has no effect either, but this cannot be seen.
     defaults = parser.parse_args([])
-    fields = {}  # the attribute for the parsed value, by each spelling of its option: {"--amp": "amp"}
-    for action in parser._actions:
-        for name in action.option_strings or (action.metavar,):
-            fields[name] = action.dest
+    attributes = _find_attributes(parser)
     unused_by_reason: dict[str, list[str]] = {}
     for need in needs:
-        field = fields[need.option]
-        is_set = getattr(options, field) != getattr(defaults, field)
+        attribute = attributes[need.option]
+        is_set = getattr(options, attribute) != getattr(defaults, attribute)
         if is_set and not need.met(options):
             unused_by_reason.setdefault(need.reason, []).append(need.option)
     problems = []
@@ -211,6 +213,18 @@ def refuse_unused(
         problems.append(f"{', '.join(names)} would have no effect {reason}")
     if problems:
         raise UsageError("; ".join(problems), hint="remove the option, or add what it needs")
+
+
+def _find_attributes(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """Return the attribute of the parsed value by each spelling of its option: ``{"--amp": "amp"}``.
+
+    A positional argument has no spelling. Its key is its metavar.
+    """
+    attributes = {}
+    for action in parser._actions:
+        for name in action.option_strings or [str(action.metavar)]:
+            attributes[name] = action.dest
+    return attributes
 
 
 def parse_natural(text: str, least: int = 0) -> int:

@@ -34,7 +34,7 @@ MOST_BYTES = 16 << 20
 """Size in bytes of the largest file that `read_bytes` and `read_text` accept by default: 16 MiB."""
 
 # Number of bytes that `read_own` reads from a file: 64 KiB.
-_MARK_BYTES = 1 << 16
+_MAX_OWN_BYTES = 1 << 16
 # Number of bytes that `read_bytes` reads at once: 1 MiB.
 _PIECE_BYTES = 1 << 20
 
@@ -144,21 +144,20 @@ def replace_file(target: Path, *, mode: int = 0o666) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def replace_named_file(target: Path, *, failed: str, hint: str, mode: int = 0o666) -> Iterator[BinaryIO]:
+def replace_named_file(target: Path, *, failed: str, hint: str) -> Iterator[BinaryIO]:
     """Yield a new file that replaces a file that the user has named. It works like `replace_file`.
 
     Parameters
     ----------
     failed : beginning of the error message, such as ``the report cannot be written``.
     hint : what the user can do.
-    mode : permissions of the file, before the umask is applied.
 
     Raises
     ------
     UsageError : the file cannot be written.
     """
     try:
-        with replace_file(target, mode=mode) as stream:
+        with replace_file(target) as stream:
             yield stream
     except OSError as error:
         raise UsageError(f"{failed}: {error.strerror}", where=str(target), hint=hint) from error
@@ -220,7 +219,7 @@ def append_file(path: Path, data: bytes) -> None:
 
 
 def read_own(path: Path) -> str:
-    """Return the text of a small file of this user. At most 64 KiB are read.
+    """Return the text of a small file of this user. A longer file is cut after 64 KiB.
 
     Raises
     ------
@@ -228,7 +227,7 @@ def read_own(path: Path) -> str:
     UnicodeDecodeError : the file is not UTF-8.
     """
     with open_own(path) as stream:
-        return stream.read(_MARK_BYTES).decode()
+        return stream.read(_MAX_OWN_BYTES).decode()
 
 
 def open_regular(path: Path, *, buffering: int = -1) -> BinaryIO:
@@ -419,18 +418,18 @@ def foreign_file_reason(path: Path) -> str:
 def foreign_owner(path: Path, folder: Path, *, trusts_folder: bool = False) -> str:
     """Return the number of another user who owns `path`, which is below `folder`, or "".
 
-    The result is "" if the owner is this user, root or, with `trusts_folder`, the owner of `folder`. It is
-    also "" if the path cannot be accessed.
+    The result is "" if the owner is this user or root. With `trusts_folder`, or if this process runs as root,
+    it is also "" for the owner of `folder`. And it is "" if the path or the folder cannot be accessed.
     """
     # In a container, the program may run as root, while the folder belongs to the person who has started the
     # container. So root always trusts the owner of the folder.
-    is_trusted = _is_trusted if trusts_folder or os.geteuid() == 0 else _is_own
+    trusts_folder = trusts_folder or os.geteuid() == 0
     try:
         status = os.lstat(path)
-        # `is_trusted` may look up the owner of `folder`, which can fail as well.
-        return "" if is_trusted(status, folder) else str(status.st_uid)
+        is_trusted = _is_trusted(status, folder) if trusts_folder else _is_own(status, folder)
     except OSError:
         return ""
+    return "" if is_trusted else str(status.st_uid)
 
 
 def _explain_foreign_status(status: os.stat_result, folder: Path) -> str:

@@ -26,9 +26,9 @@ MOST_BYTES = 4 << 20
 """Size in bytes of the largest text. Registries refuse larger manifests, and imgkit's files are smaller."""
 SEAL = "self_sha256"
 """Key of a SHA-256 digest of all other keys and values, as json.dumps writes them with sorted keys."""
-DEEPEST = 100
+_MAX_DEPTH = 100
 """Largest depth to which lists and objects may be nested."""
-MOST_BRACKETS = 100_000
+_MAX_BRACKETS = 100_000
 """Largest number of lists and objects in a text. 4 MiB of empty lists would take 100 MB of memory."""
 # Largest number of digits in a number. The time that Python needs to read a number grows with the square of
 # it.
@@ -37,7 +37,7 @@ _SHOWN = 60
 """Number of characters of a wrong value that a message shows."""
 
 
-def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int = MOST_BRACKETS) -> Any:
+def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES) -> Any:
     """Return the value of a JSON text. Bytes are decoded as UTF-8.
 
     Raises
@@ -49,7 +49,7 @@ def parse(text: str | bytes, *, most_bytes: int = MOST_BYTES, most_brackets: int
         raise ValueError(f"it has more than {most_bytes} bytes")
     if isinstance(text, bytes):
         text = text.decode()
-    return _decode(text, _DECODER.decode, most_brackets)
+    return _decode(text, _DECODER.decode)
 
 
 def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
@@ -64,7 +64,10 @@ def load(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
 
 
 def first_object(output: str) -> Any:
-    """Return the first JSON object in a program's output, which may also contain warnings.
+    """Return the JSON object in a program's output, which may contain warnings before and after it.
+
+    The first ``{`` in the output begins the object, so the warnings before it must not contain one. At most
+    4 MiB are read from there.
 
     Raises
     ------
@@ -73,20 +76,25 @@ def first_object(output: str) -> Any:
     start = output.find("{")
     if start < 0:
         raise ValueError("it contains no JSON object")
-    output = output[start : start + MOST_BYTES]
-    return _decode(output, lambda text: _DECODER.raw_decode(text)[0], MOST_BRACKETS)
+    return _decode(output[start : start + MOST_BYTES], _decode_beginning)
 
 
-def _decode(text: str, decode: Callable[[str], Any], most_brackets: int) -> Any:
-    """Return the value of a JSON text. `decode` is the function of Python's decoder that parses it.
+def _decode_beginning(text: str) -> Any:
+    """Return the JSON value at the beginning of `text`, and ignore the text after it."""
+    value, _ = _DECODER.raw_decode(text)
+    return value
+
+
+def _decode(text: str, decode: Callable[[str], Any]) -> Any:
+    """Return the value of a JSON text, which the function `decode` parses.
 
     Raises
     ------
     ValueError : the text is not JSON, has too many brackets, or is nested too deeply.
     """
     # Brackets inside of strings are counted as well. That only makes the limit slightly stricter.
-    if text.count("[") + text.count("{") > most_brackets:
-        raise ValueError(f"it has more than {most_brackets} lists and objects")
+    if text.count("[") + text.count("{") > _MAX_BRACKETS:
+        raise ValueError(f"it has more than {_MAX_BRACKETS} lists and objects")
     try:
         value = decode(text)
         _check_depth([value])
@@ -96,8 +104,8 @@ def _decode(text: str, decode: Callable[[str], Any], most_brackets: int) -> Any:
 
 
 def _check_depth(level: Iterable[Any], depth: int = 0) -> None:
-    """Raise RecursionError if the values in `level` are nested more than `DEEPEST` levels deep."""
-    if depth > DEEPEST:
+    """Raise RecursionError if the values in `level` are nested more than `_MAX_DEPTH` levels deep."""
+    if depth > _MAX_DEPTH:
         raise RecursionError
     for value in level:
         if isinstance(value, dict | list):
@@ -204,14 +212,16 @@ class _Misfit(Exception):
 
 
 _Reader = Callable[[Any], Any]
+"""A function that returns a field's value for a part of parsed JSON, or raises `_Misfit`."""
 
 
 @functools.cache
 def _find_reader(hint: Any, closed: bool) -> _Reader:
-    """Return a reader for the type `hint`: a function that builds values of the type from parsed JSON.
+    """Return the reader for the type `hint`: a function that returns values of the type for parsed JSON.
 
-    For example, the reader of ``tuple[int, ...]`` returns ``(1, 2)`` for ``[1, 2]``. Readers are cached, so
-    that the annotations of a type are analyzed only once.
+    For example, the reader of ``tuple[int, ...]`` returns ``(1, 2)`` for ``[1, 2]``. Most readers check the
+    type of the JSON, and then call the type's builder (`_find_builder`), which calls the readers of the items
+    or fields. Readers are cached, so that the annotations of a type are analyzed only once.
 
     Parameters
     ----------
@@ -220,53 +230,57 @@ def _find_reader(hint: Any, closed: bool) -> _Reader:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
         rules = [item for item in hint.__metadata__ if isinstance(item, Rule)]
-        return _check_rules(_find_reader(args[0], closed), rules)
+        return functools.partial(_read_checked, _find_reader(args[0], closed), rules)
     # The types are those that imgkit's dataclasses use. Of unions, only "X | None" is supported.
-    if type(None) in args:  # for "X | None", `args` contains X and the type of None, so `args[0]` is X
-        read_value = _find_reader(args[0], closed)
-        return lambda value: None if value is None else read_value(value)
+    is_optional = type(None) in args  # for "X | None", `args` contains X and the type of None
+    if is_optional:
+        return functools.partial(_read_optional, _find_reader(args[0], closed))
     if origin is Literal:
         return functools.partial(_read_choice, args)
-    # A dataclass is written as a JSON object, a tuple as an array, and a Path as a text.
-    json_type = dict if dataclasses.is_dataclass(hint) else _JSON_TYPES.get(origin or hint, hint)
-    return _check_type(json_type, _find_builder(hint, closed))
+    return functools.partial(_read_typed, _find_json_type(hint), _find_builder(hint, closed))
 
 
-def _check_type(json_type: Any, build: _Reader | None) -> _Reader:
-    """Return a reader that accepts only values of the type `json_type`, and passes them to `build`.
+def _find_json_type(hint: Any) -> type:
+    """Return the type of the parsed JSON from which a value of the type `hint` is built.
 
-    If `build` is None, as for texts and numbers, the reader returns the value unchanged.
+    A dataclass is written as an object, a tuple as an array, and a Path as a text: dict, list and str.
     """
-
-    def read_typed(value: Any) -> Any:
-        if type(value) is not json_type:  # isinstance would accept True as an int
-            raise _describe_misfit(value, _NOUNS.get(json_type, "an object"))
-        return value if build is None else build(value)
-
-    return read_typed
+    if dataclasses.is_dataclass(hint):
+        return dict
+    plain_type = typing.get_origin(hint) or hint  # tuple for tuple[int, ...]
+    return _JSON_TYPES.get(plain_type, hint)
 
 
-def _check_rules(read_value: _Reader, rules: Sequence[Rule]) -> _Reader:
-    """Return a reader that builds a value with `read_value` and then applies `rules` to it.
+def _read_typed(json_type: type, build: _Reader | None, value: Any) -> Any:
+    """Return the value that `build` makes of `value`, or `value` itself if `build` is None.
 
-    A rule raises `Unfit` if the value breaks it. It may also return the value in another form. Rules do not
-    apply to None.
+    Raise `_Misfit` if the type of `value` is not `json_type`, the type of parsed JSON that `build` accepts.
     """
+    if type(value) is not json_type:  # isinstance would accept True as an int
+        raise _describe_misfit(value, _NOUNS.get(json_type, "an object"))
+    return value if build is None else build(value)
 
-    def read_checked(value: Any) -> Any:
-        """Build a value and apply the rules. Raise `_Misfit` if a rule is broken."""
-        value = read_value(value)
-        if value is None:  # the value is optional and not set
-            return None
-        try:
-            for rule in rules:
-                value = rule.apply(value)
-        except Unfit as error:
-            hint = f"; {error.hint}" if error.hint else ""
-            raise _Misfit(f": {error.message}{hint}") from None
-        return value
 
-    return read_checked
+def _read_optional(read_value: _Reader, value: Any) -> Any:
+    return None if value is None else read_value(value)
+
+
+def _read_checked(read_value: _Reader, rules: Sequence[Rule], value: Any) -> Any:
+    """Read `value` with the reader `read_value`, and apply `rules` to the result, unless it is None.
+
+    A rule may return the value in another form. If the value breaks a rule, the rule raises `Unfit`, which
+    becomes a `_Misfit`, the error that collects the path of the value.
+    """
+    result = read_value(value)
+    if result is None:  # the value is optional and not set
+        return None
+    try:
+        for rule in rules:
+            result = rule.apply(result)
+    except Unfit as error:
+        hint = f"; {error.hint}" if error.hint else ""
+        raise _Misfit(f": {error.message}{hint}") from None
+    return result
 
 
 def _read_choice(allowed: tuple[Any, ...], value: Any) -> Any:
@@ -277,17 +291,21 @@ def _read_choice(allowed: tuple[Any, ...], value: Any) -> Any:
 
 
 def _find_builder(hint: Any, closed: bool) -> _Reader | None:
-    """Return a function that builds a value of the type `hint` from parsed JSON of the right type.
+    """Return a function that builds a value of the type `hint` from parsed JSON.
 
-    Return None if there is nothing to build, as for a text or a number.
+    The reader of the type has checked the type of the JSON before it calls the function. Return None if there
+    is nothing to build, as for a text or a number.
     """
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _make_object_builder(hint, closed)
     if origin is collections.abc.Mapping:
-        return _make_mapping_builder(_find_reader(args[0], closed), _find_reader(args[1], closed))
+        read_key, read_value = (_find_reader(arg, closed) for arg in args)
+        return functools.partial(_build_mapping, read_key, read_value)
     if origin in (tuple, list):
-        return _make_list_builder(origin, [_find_reader(arg, closed) for arg in args if arg is not Ellipsis])
+        # For tuple[int, ...], `args` contains int and Ellipsis.
+        item_readers = [_find_reader(arg, closed) for arg in args if arg is not Ellipsis]
+        return functools.partial(_build_list, origin, item_readers)
     return Path if hint is Path else None
 
 
@@ -307,46 +325,33 @@ def _read_parts(values: Mapping[str, Any], readers: Mapping[str, _Reader]) -> di
     return parts
 
 
-def _make_mapping_builder(read_key: _Reader, read_value: _Reader) -> _Reader:
-    def build_mapping(values: dict[str, Any]) -> Any:
-        parts = _read_parts(values, dict.fromkeys(values, read_value))
-        return {read_key(name): value for name, value in parts.items()}
-
-    return build_mapping
+def _build_mapping(read_key: _Reader, read_value: _Reader, values: dict[str, Any]) -> dict[Any, Any]:
+    parts = _read_parts(values, dict.fromkeys(values, read_value))
+    return {read_key(name): value for name, value in parts.items()}
 
 
-def _make_list_builder(origin: Any, readers: Sequence[_Reader]) -> _Reader:
-    """Return a function that builds a list or tuple (`origin`) from an array.
+def _build_list(list_type: Any, readers: Sequence[_Reader], values: list[Any]) -> Any:
+    """Return the list or tuple (`list_type`) of the items that the readers return for `values`.
 
-    A single reader is used for all items. If there are several readers, each reads one item, so the array
-    must have the same length.
+    A single reader reads all items, as for ``list[int]`` and ``tuple[int, ...]``. Several readers read one
+    item each, as for ``tuple[int, str]``. If an item does not fit, its index is prepended to the path in the
+    error.
     """
-    # tuple[int, ...] and list[int] have one reader, and tuple[int, str] has two.
-    is_fixed = len(readers) > 1
-
-    def build_list(values: list[Any]) -> Any:
-        """Build all items. If an item does not fit, prepend its index to the path in the error."""
-        item_readers = readers if is_fixed else [readers[0]] * len(values)
-        if len(values) != len(item_readers):
-            raise _describe_misfit(values, f"a list of {len(readers)}")
-        items: list[Any] = []
-        try:
-            for read_item, value in zip(item_readers, values, strict=True):
-                items.append(read_item(value))
-        except _Misfit as misfit:
-            misfit.path = f"[{len(items)}]{misfit.path}"
-            raise
-        return origin(items)
-
-    return build_list
+    item_readers = readers if len(readers) > 1 else [readers[0]] * len(values)
+    if len(values) != len(item_readers):
+        raise _describe_misfit(values, f"a list of {len(readers)}")
+    items: list[Any] = []
+    try:
+        for read_item, value in zip(item_readers, values, strict=True):
+            items.append(read_item(value))
+    except _Misfit as misfit:
+        misfit.path = f"[{len(items)}]{misfit.path}"  # as many items have been read before this one
+        raise
+    return list_type(items)
 
 
 def _make_object_builder(owner: Any, closed: bool) -> _Reader:
-    """Return a function that builds the dataclass `owner` from a JSON object.
-
-    The function refuses an object in which a field without a default is missing. With `closed`, it also
-    refuses unknown keys.
-    """
+    """Return a function that builds the dataclass `owner` from a JSON object (see `_build_object`)."""
     # With include_extras, the annotations keep the rules in their metadata.
     hints = typing.get_type_hints(owner, include_extras=True)
     readers, required = {}, []
@@ -354,21 +359,32 @@ def _make_object_builder(owner: Any, closed: bool) -> _Reader:
         readers[field.name] = _find_reader(hints[field.name], closed)
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             required.append(field.name)
+    return functools.partial(_build_object, owner, readers, required, closed)
 
-    def build_object(values: dict[str, Any]) -> Any:
-        """Build the dataclass. Fields without a value in the object get their defaults."""
-        # A value with a wrong type is reported before a missing field or an unknown key.
-        fields = _read_parts(values, readers)  # only the keys that are fields
-        for name in required:
-            if name not in fields:
-                raise _Misfit(f" is not complete: it has no {name}")
-        if closed:
-            for name in values:
-                if name not in readers:
-                    raise _Misfit(f".{name} is an unknown key")
-        return owner(**fields)
 
-    return build_object
+def _build_object(
+    owner: Any, readers: Mapping[str, _Reader], required: Sequence[str], closed: bool, values: dict[str, Any]
+) -> Any:
+    """Build the dataclass `owner` from the JSON object `values`.
+
+    Fields without a value in the object get their defaults.
+
+    Parameters
+    ----------
+    readers : a reader for each field.
+    required : the fields without a default. If one is missing in `values`, `_Misfit` is raised.
+    closed : True to raise `_Misfit` for a key that is not a field. Otherwise, the key is ignored.
+    """
+    # A value with a wrong type is reported before a missing field or an unknown key.
+    fields = _read_parts(values, readers)  # only the keys that are fields
+    for name in required:
+        if name not in fields:
+            raise _Misfit(f" is not complete: it has no {name}")
+    if closed:
+        for name in values:
+            if name not in readers:
+                raise _Misfit(f".{name} is an unknown key")
+    return owner(**fields)
 
 
 def _describe_misfit(value: Any, noun: str) -> _Misfit:

@@ -20,8 +20,8 @@ from imgkit_entrypoints import json_text
 from imgkit_entrypoints.errors import UsageError
 from imgkit_entrypoints.rules import EnvName, EnvValue, Fault, Line, Rule, Text, pattern_rule
 
-TABLE = Path(__file__).with_name("known_issues.json")
-VARIABLE = "IMGKIT_KNOWN_ISSUES"
+SHIPPED_FILE = Path(__file__).with_name("known_issues.json")
+SITE_FILE_VARIABLE = "IMGKIT_KNOWN_ISSUES"
 """Variable with the path of a JSON file that contains further rows."""
 FACTS: Mapping[str, str] = {
     "arch": "architecture",
@@ -71,15 +71,17 @@ class Comparison(NamedTuple):
         return self.name.startswith("$")
 
     @property
-    def names(self) -> list[str]:
-        """Return the facts and variables that the comparison reads.
+    def operand_fact(self) -> str | None:
+        """Return the name of the fact in the operand, or None if the operand is a value."""
+        return self.operand.strip("{}") if self.operand.startswith("{") else None
 
-        Both sides may be facts, as in ``driver < {cuda_driver}``.
+    @property
+    def value_names(self) -> list[str]:
+        """Return the names of the facts and variables whose values the comparison needs.
+
+        There are two for ``driver < {cuda_driver}``: driver and cuda_driver.
         """
-        names = [self.name]
-        if self.operand.startswith("{"):
-            names.append(self.operand.strip("{}"))
-        return names
+        return [self.name] if self.operand_fact is None else [self.name, self.operand_fact]
 
 
 @functools.cache  # each condition is parsed twice: when its row is read, and when it is evaluated
@@ -98,7 +100,7 @@ def parse_condition(condition: str) -> tuple[Comparison, ...]:
         if match is None:
             raise ValueError(f"{comparison_text.strip()!r} is not a condition")
         comparison = Comparison(*match.groups())
-        for name in comparison.names:
+        for name in comparison.value_names:
             if not name.startswith("$") and name not in FACTS:
                 raise ValueError(f"{name!r} is not a fact; known are {', '.join(FACTS)}")
         _check_operand(comparison)
@@ -115,8 +117,9 @@ def _check_operand(comparison: Comparison) -> None:
         raise ValueError(f"{operand!r} is none of {', '.join(states)}")
     if comparison.operator == "matches":
         _check_pattern(operand)
-    # An operand in braces is another fact, whose value is only known on a node.
-    if comparison.operator in ("<", ">=") and not operand.startswith("{") and not _VERSION.match(operand):
+    # The value of another fact is only known on a node.
+    is_value = comparison.operand_fact is None
+    if comparison.operator in ("<", ">=") and is_value and not _VERSION.match(operand):
         raise ValueError(f"{operand!r} is not a version")
 
 
@@ -216,20 +219,22 @@ def evaluate_issue(issue: KnownIssue, lookup: Lookup) -> IssueResult:
     """
     # These dicts are ordered sets: each text appears once in the message.
     evidence: dict[str, None] = {}
-    unknown: dict[str, None] = {}
+    unknown_names: dict[str, None] = {}
     for condition in issue.when:
-        comparisons = parse_condition(condition)
-        states = [_evaluate_comparison(comparison, lookup) for comparison in comparisons]
-        if True in states:  # the comparisons are alternatives, so a single true one is enough
-            comparison = comparisons[states.index(True)]
-            evidence.update(dict.fromkeys(lookup(name).evidence for name in comparison.names))
+        alternatives = parse_condition(condition)  # they are joined by "or", so a single true one is enough
+        states = [_evaluate_comparison(comparison, lookup) for comparison in alternatives]
+        if True in states:
+            met_comparison = alternatives[states.index(True)]
+            evidence.update(dict.fromkeys(lookup(name).evidence for name in met_comparison.value_names))
         elif None in states:
-            unknown.update(dict.fromkeys(_list_unknown_names(comparisons[states.index(None)], lookup)))
+            # One alternative is enough for the message, because the others would not matter if it were true.
+            unknown_comparison = alternatives[states.index(None)]
+            unknown_names.update(dict.fromkeys(_list_unknown_names(unknown_comparison, lookup)))
         else:  # all alternatives are false, so the result is certain
-            seen_values = dict.fromkeys(lookup(comparison.name).evidence for comparison in comparisons)
-            return IssueResult(issue, "no match", f"needs {condition} ({', '.join(seen_values)})")
-    if unknown:
-        return IssueResult(issue, "unknown", f"unknown: {', '.join(unknown)}")
+            unmet_values = dict.fromkeys(lookup(comparison.name).evidence for comparison in alternatives)
+            return IssueResult(issue, "no match", f"needs {condition} ({', '.join(unmet_values)})")
+    if unknown_names:
+        return IssueResult(issue, "unknown", f"unknown: {', '.join(unknown_names)}")
     return IssueResult(issue, "match", ", ".join(filter(None, evidence)))
 
 
@@ -238,43 +243,66 @@ def _list_unknown_names(comparison: Comparison, lookup: Lookup) -> list[str]:
 
     For ``driver < {cuda_driver}`` with a known driver, only ``first driver for this CUDA`` is returned.
     """
-    names = comparison.names
-    unknown = [name for name in names if not _parse_version(lookup(name).text)] or names
-    return [FACTS.get(name, name) for name in unknown]
+    names = comparison.value_names
+    unknown_names = [name for name in names if not _parse_version(lookup(name).text)] or names
+    return [FACTS.get(name, name) for name in unknown_names]
 
 
 def _evaluate_comparison(comparison: Comparison, lookup: Lookup) -> bool | None:
     """Return whether a comparison, such as ``nccl < 2.29.3``, is true. Return None if a value is unknown.
 
+    The text of a fact is empty if the fact is unknown. The text of a variable is empty if it is not set. Such
+    a text can be compared like any other.
+
     Parameters
     ----------
     lookup : returns the value of a fact, such as ``nccl``, or of a variable, such as ``$NCCL_ALGO``.
     """
-    left, right = lookup(comparison.name), comparison.operand
-    # Outside of a node, some variables are unknown. A variable that is not set is known: its text is "".
-    if not left.is_known:
+    left = lookup(comparison.name)
+    if not left.is_known:  # a variable that is only known on a node
         return None
     if comparison.operator == "is":
-        if right == "requested":
-            return left.is_requested
-        # "unset" for a variable and "unknown" for a fact both mean that the text is empty.
-        return (left.text != "") == (right == "set")
-    if right.startswith("{"):  # the operand is another fact, as in "driver < {cuda_driver}"
-        right = lookup(right.strip("{}")).text
-    if not right:
+        return _has_state(left, comparison.operand)
+    right_text = comparison.operand
+    if comparison.operand_fact is not None:  # as in "driver < {cuda_driver}"
+        right_text = lookup(comparison.operand_fact).text
+    is_left_unknown = not left.text and not comparison.is_of_variable
+    if is_left_unknown or not right_text:
         return None
-    # An empty fact is unknown, but an empty variable is a value that can be compared.
-    if not left.text and not comparison.is_of_variable:
-        return None
+    if comparison.operator in ("<", ">="):
+        is_true = _compare_versions(left.text, comparison.operator, right_text)
+        # The value of a variable is known here. If it is not a version, the comparison is false.
+        if is_true is None and comparison.is_of_variable:
+            return False
+        return is_true
     if comparison.operator == "matches":
-        return re.search(right, left.text, re.IGNORECASE) is not None
-    if comparison.operator not in ("<", ">="):
-        return _OPERATORS[comparison.operator](left.text.lower(), right.lower())
-    version, limit = _parse_version(left.text), _parse_version(right)
-    if version and limit:
-        return version < limit if comparison.operator == "<" else version >= limit
-    # The value of a variable is known here. If it is not a version, the comparison is false.
-    return False if comparison.is_of_variable else None
+        return re.search(right_text, left.text, re.IGNORECASE) is not None
+    return _OPERATORS[comparison.operator](left.text.lower(), right_text.lower())
+
+
+def _has_state(value: Value, state: str) -> bool | None:
+    """Return whether a value has a state for which the operator ``is`` asks.
+
+    The states are ``set``, ``unset`` and ``requested`` for a variable, and ``unknown`` for a fact. Return
+    None if it is not known whether a variable is requested.
+    """
+    if state == "requested":
+        return value.is_requested
+    has_text = value.text != ""
+    # A variable without a text is "unset", and a fact without a text is "unknown".
+    return has_text if state == "set" else not has_text
+
+
+def _compare_versions(text: str, sign: str, limit_text: str) -> bool | None:
+    """Return whether the first version is below the second (`sign` is ``<``), or not below it (``>=``).
+
+    Return None if one of the texts is not a version.
+    """
+    version, limit = _parse_version(text), _parse_version(limit_text)
+    if not version or not limit:
+        return None
+    is_below = version < limit
+    return is_below if sign == "<" else not is_below
 
 
 def _parse_version(text: str) -> tuple[int, ...]:
@@ -315,38 +343,41 @@ _OPERATORS: Mapping[str, Callable[[str, str], bool]] = {
 }
 
 
-def load_issues(of_system: Iterable[KnownIssue], env: Mapping[str, str]) -> tuple[KnownIssue, ...]:
-    """Return all rows that apply: those that imgkit ships, those of a system, and those in the site's file.
+def load_issues(system_issues: Iterable[KnownIssue], env: Mapping[str, str]) -> tuple[KnownIssue, ...]:
+    """Return all known issues: those that imgkit ships, those of a system, and those in the site's file.
 
-    The variable `VARIABLE` contains the path of the site's file. If several rows have the same id, the last
-    one replaces the others. Rows with the effect ``ignore`` are removed.
+    A variable in `env` (``IMGKIT_KNOWN_ISSUES``) contains the path of the site's file. If several issues have
+    the same id, the last one replaces the others. Issues with the effect ``ignore`` are removed.
 
     Raises
     ------
-    UsageError : a file cannot be read, or a row is not valid. The message names the row and the key.
+    UsageError : a file cannot be read, or an issue in it is not valid. The message names its row and the key.
     """
-    # Later rows replace earlier ones, so the site's file comes last.
-    rows = [*read_issues(TABLE), *of_system]
-    site_file = env.get(VARIABLE)
+    # Later issues replace earlier ones, so the site's file comes last.
+    issues = [*read_issues(SHIPPED_FILE), *system_issues]
+    site_file = env.get(SITE_FILE_VARIABLE)
     if site_file:
-        rows += read_issues(Path(site_file))
-    by_id = {issue.id: issue for issue in rows}
-    return tuple(issue for issue in by_id.values() if issue.effect != "ignore")
+        issues += read_issues(Path(site_file))
+    issue_by_id = {issue.id: issue for issue in issues}
+    return tuple(issue for issue in issue_by_id.values() if issue.effect != "ignore")
 
 
 def read_issues(path: Path) -> tuple[KnownIssue, ...]:
-    """Return the rows in a JSON file.
+    """Return the known issues in a JSON file. Each row of the file is one issue.
 
     Raises
     ------
-    UsageError : the file cannot be read, or a row is not valid. The message names the row and the key.
+    UsageError : the file cannot be read, or an issue is not valid. The message names its row and the key.
     """
     hint = "write a list of rows as known_issues.json has them, each with id, message, when and effect"
     try:
-        rows = json_text.build_value(tuple[KnownIssue, ...], json_text.load(path), "rows", closed=True)
-        for index, issue in enumerate(rows):
-            for key, (what, fix) in issue.faults():  # only the first fault is reported
+        # With `closed`, an unknown key is an error.
+        issues = json_text.build_value(tuple[KnownIssue, ...], json_text.load(path), "rows", closed=True)
+        for index, issue in enumerate(issues):
+            first_fault = next(issue.faults(), None)
+            if first_fault is not None:
+                key, (what, fix) = first_fault
                 raise ValueError(f"rows[{index}].{key}: {what}; {fix}")
     except (OSError, ValueError) as error:
         raise UsageError(f"known issues cannot be read: {error}", where=str(path), hint=hint) from error
-    return tuple(rows)
+    return tuple(issues)

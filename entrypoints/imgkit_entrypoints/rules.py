@@ -86,24 +86,23 @@ def printable_text(text: str, *, several_lines: bool = False) -> Iterator[Fault]
     """
     if text.isprintable():
         return
-    # isprintable also refuses spaces such as U+00A0, but their category is not in `_INVISIBLE`, so they are
-    # allowed.
     allowed = "\t\n" if several_lines else "\t"  # both are control characters
-    for character in text:
-        category = unicodedata.category(character)
-        if category not in _INVISIBLE or character in allowed:
-            continue
-        if character in "\n\r\x85\u2028\u2029":
-            # A single line with a line break at its end is YAML's block "|".
-            is_block = text.strip().count("\n") == 0
-            fix = (
-                "write >- instead of | or >" if is_block else "write it on one line, commands joined with &&"
-            )
-            yield "contains a line break", fix
-        else:
-            kind = "control" if category == "Cc" else "invisible"
-            yield f"contains the {kind} character U+{ord(character):04X}", "delete it"
-        return  # one fault is enough
+    bad_character = next((character for character in text if _is_invisible(character, allowed)), None)
+    if bad_character is None:  # isprintable also refuses spaces such as U+00A0, which are allowed
+        return
+    if bad_character in "\n\r\x85\u2028\u2029":
+        # A single line with a line break at its end is YAML's block "|".
+        is_block = "\n" not in text.strip()
+        fix = "write >- instead of | or >" if is_block else "write it on one line, commands joined with &&"
+        yield "contains a line break", fix
+        return
+    kind = "control" if unicodedata.category(bad_character) == "Cc" else "invisible"
+    yield f"contains the {kind} character U+{ord(bad_character):04X}", "delete it"
+
+
+def _is_invisible(character: str, allowed: str) -> bool:
+    """Return whether a character is invisible, such as a line break, and not one of the `allowed` ones."""
+    return unicodedata.category(character) in _INVISIBLE and character not in allowed
 
 
 def pattern_rule(pattern: str, fault: str, hint: str) -> Rule:
@@ -144,10 +143,11 @@ def single_word(text: str) -> Iterator[Fault]:
         yield f"{text!r} is not one word", "write it without blanks"
 
 
-def env_value(text: str) -> Iterator[Fault]:
-    """Refuse a value that contains a command, such as ``$(nproc)``.
+def refuse_substitution(text: str) -> Iterator[Fault]:
+    """Refuse a value of a variable that contains a command, such as ``$(nproc)``.
 
-    No shell reads the value. So the variable would contain the text ``$(nproc)`` and not its result.
+    No shell reads the value. So the variable would contain the text ``$(nproc)`` and not its result. Yield
+    what is wrong and what to write instead, or nothing for a value without a command.
     """
     substitution = re.search(r"\$\(\(|\$\(|`[^`]*`", text)
     if substitution:
@@ -225,7 +225,7 @@ ENV_NAME = pattern_rule(
     "allowed: letters, digits and _, but no digit at the beginning",
 )
 EnvName = Annotated[Line, ENV_NAME]
-EnvValue = Annotated[Line, Rule(env_value)]
+EnvValue = Annotated[Line, Rule(refuse_substitution)]
 SiteValue = Annotated[EnvValue, Rule(site_value)]
 # "HH:MM", "HH:MM:SS" or "D-HH:MM:SS"
 _TIME = r"(?:(?:\d+-)?\d{1,3}:\d{2}(?::\d{2})?)?"

@@ -10,7 +10,7 @@ import fnmatch
 import re
 from collections.abc import Sequence
 
-_STRONG = re.compile(
+_SECRET_VARIABLE_NAME = re.compile(
     r"TOKEN(?!IZER|S(?:$|_))|SECRET|PASSW(?:OR)?D|PASSPHRASE|API_?KEY|ACCESS_?KEY|PRIVATE_?KEY|CREDENTIAL|"
     r"(?:^|_)(?:PWD|JWT|COOKIE)$|(?<!BY)(?<!COM)(?<!SUR)PASS$"
 )
@@ -18,7 +18,7 @@ _STRONG = re.compile(
 
 Names such as ``TOKENIZER``, ``BYPASS`` and ``COMPASS`` do not match.
 """
-_STRONG_OPTION = re.compile(
+_SECRET_OPTION_NAME = re.compile(
     r"(?:SECRET|PASSW(?:OR)?D|PASSPHRASE|(?:API|ACCESS|SECRET|PRIVATE)_?KEY|CREDENTIALS?)$|"
     r"(?:^|_)(?:PWD|JWT|COOKIE)$|^(?:PASS|(?:API|ACCESS|AUTH|BEARER|HF|HUB|GITHUB|GITLAB|WANDB|LOGIN|MY)?_?TOKEN)$"
 )
@@ -27,15 +27,17 @@ _STRONG_OPTION = re.compile(
 Only the end of a name is compared, because many other options begin with such a word (``--token-dropout``).
 Names with another meaning (``--pad-token``) do not match either.
 """
-_WEAK = re.compile(r"(?:^|_)(?:KEY|AUTH|PAT|PASS|TOKEN)$")
+_MAYBE_SECRET_NAME = re.compile(r"(?:^|_)(?:KEY|AUTH|PAT|PASS|TOKEN)$")
 """Names that contain a secret only if the value looks random, unlike in ``IMAGE_KEY=pixel_values``."""
-_LOCATION = re.compile(r"_(?:FILE|PATH|DIR|FOLDER|NAME)$")
+_LOCATION_NAME_ENDING = re.compile(r"_(?:FILE|PATH|DIR|FOLDER|NAME)$")
 """Ends of names whose value is the place of a secret, such as ``PASSWORD_FILE``."""
 _SWITCH = re.compile(r"--?(?:no|require|use|ask|show|hide|prompt)[-_]")
 """Beginnings of options that usually have no value, such as ``--use-token``."""
 # At least 16 characters without white space, with a digit and a letter.
-_RANDOM = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
-_HARMLESS = re.compile(r"|/.*|\$.*|<.*|\[.*\]|\*+|[\d.]+|true|false|yes|no|on|off|none|null", re.IGNORECASE)
+_RANDOM_VALUE = re.compile(r"(?=.*\d)(?=.*[A-Za-z])\S{16,}")
+_HARMLESS_VALUE = re.compile(
+    r"|/.*|\$.*|<.*|\[.*\]|\*+|[\d.]+|true|false|yes|no|on|off|none|null", re.IGNORECASE
+)
 """Values that are no secrets: nothing, ``/path``, ``$NAME``, ``<pad>``, ``[PAD]``, ``***``, ``1.5``, yes."""
 
 # Patterns of secrets by the name of their kind in messages.
@@ -72,19 +74,19 @@ The group of a pattern is the secret part. If there is no group, the whole match
 an upper bound wherever a long text could otherwise cost quadratic time.
 """
 _PATTERNS = {kind: re.compile(pattern) for kind, pattern in _VALUES.items()}
-_ASSIGNED = re.compile(
-    r"""\b([A-Za-z_]\w{0,200})["']?(\s{0,20}[:=]\s{0,20})"""
-    r"""(?=(?:"([^"\n]{0,200})|'([^'\n]{0,200})|([^\s"',;&|(){}\[\]]{1,200})))"""
+_ASSIGNMENT = re.compile(
+    r"""\b(?P<name>[A-Za-z_]\w{0,200})(?P<quote>["']?)(?P<separator>\s{0,20}[:=]\s{0,20})"""
+    r"""(?="(?P<double>[^"\n]{0,200})|'(?P<single>[^'\n]{0,200})|(?P<bare>[^\s"',;&|(){}\[\]]{1,200}))"""
 )
 """A name, a separator, and a value in double, single or no quotes: ``TOKEN=x``, ``"token": "x"``.
 
 The value is matched by a lookahead, so that the next match may begin inside it: ``run: TOKEN=x`` has two
 names.
 """
-_ENDS = {3: '"\n', 4: "'\n", 5: " \t\r\n\"',;&|(){}[]"}
-"""Characters that end a value, by the group of `_ASSIGNED` that has matched the value."""
+_VALUE_ENDS = {"double": '"\n', "single": "'\n", "bare": " \t\r\n\"',;&|(){}[]"}
+"""Characters that end a value, by the group of `_ASSIGNMENT` that has matched the value."""
 
-_FILES = (
+_SECRET_FILE_NAMES = (
     *(".env", ".env.*", ".netrc", "_netrc", ".git-credentials", ".pypirc", ".npmrc", ".pgpass", ".my.cnf"),
     *(".htpasswd", ".vault-token", ".s3cfg", ".boto", "kubeconfig", "*.kubeconfig"),
     *("id_rsa", "id_dsa", "id_ecdsa", "id_ecdsa_sk", "id_ed25519", "id_ed25519_sk"),
@@ -92,13 +94,13 @@ _FILES = (
     *(".ssh/", ".gnupg/", ".aws/", ".azure/", ".kube/", ".oci/"),
 )
 """Names of files, and names of folders with a slash, that usually contain secrets, in lower case."""
-_BELOW = (
+_SECRET_PATH_ENDINGS = (
     *("/.docker/config.json", "/.config/gcloud/", "/.config/gh/", "/.config/imgkit/"),
     *("/.cache/huggingface/token", "/.cache/huggingface/stored_tokens"),
 )
 """Files and folders that contain secrets only in a certain folder, such as ``config.json`` in ``.docker``."""
 # Files such as .env.example, which show the names of variables and are meant to be published.
-_TEMPLATES = re.compile(r"\.env\.(?:example|sample|template|dist|defaults?)")
+_TEMPLATE_NAME = re.compile(r"\.env\.(?:example|sample|template|dist|defaults?)")
 _PRIVATE = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY|PuTTY-User-Key-File")
 
 
@@ -111,13 +113,14 @@ def is_secret(name: str, value: str) -> bool:
     """
     # "--hf-token" -> "HF_TOKEN"
     variable_name = re.sub(r"[-.]", "_", name.lstrip("-")).upper()
-    if _HARMLESS.fullmatch(value) or _LOCATION.search(variable_name):
+    if _HARMLESS_VALUE.fullmatch(value) or _LOCATION_NAME_ENDING.search(variable_name):
         return False
-    # A strong name, such as PASSWORD, is enough. With a weak name, the value must look random as well.
-    means_secret = _STRONG if name.isupper() else _STRONG_OPTION
-    if means_secret.search(variable_name):
+    # Fewer names of options mean a secret, because many programs have options such as --token-dropout.
+    secret_name = _SECRET_VARIABLE_NAME if name.isupper() else _SECRET_OPTION_NAME
+    if secret_name.search(variable_name):
         return True
-    return bool(_WEAK.search(variable_name) and _RANDOM.fullmatch(value))
+    # A name such as KEY is not enough: the value must also look random.
+    return bool(_MAYBE_SECRET_NAME.search(variable_name) and _RANDOM_VALUE.fullmatch(value))
 
 
 def find_secret(text: str) -> str:
@@ -125,16 +128,22 @@ def find_secret(text: str) -> str:
     for kind, pattern in _PATTERNS.items():
         if pattern.search(text):
             return kind
-    for match in _ASSIGNED.finditer(text):  # NAME=VALUE or NAME: VALUE
-        name, separator, *values = match.groups(default="")
+    for match in _ASSIGNMENT.finditer(text):  # NAME=VALUE or NAME: VALUE
         # "NAME: VALUE" occurs in many texts. So a colon is only accepted in JSON, with quotes around the
         # name.
-        is_json = separator.strip() == ":" and text[match.end(1)] in "\"'"
-        if separator != "=" and not is_json:
-            continue
-        if is_secret(name, "".join(values)):  # only one of the three forms of a value is not empty
-            return f"a secret called {name}"
+        is_json = match["separator"].strip() == ":" and match["quote"] != ""
+        is_assignment = match["separator"] == "=" or is_json
+        if is_assignment and is_secret(match["name"], match[_find_value_group(match)]):
+            return f"a secret called {match['name']}"
     return ""
+
+
+def _find_value_group(match: re.Match[str]) -> str:
+    """Return the group of an `_ASSIGNMENT` that has matched the value: ``double``, ``single`` or ``bare``.
+
+    It tells whether the value is in double quotes, in single quotes or not in quotes.
+    """
+    return next(group for group in _VALUE_ENDS if match[group] is not None)
 
 
 def find_secret_argument(arguments: Sequence[str]) -> str:
@@ -160,16 +169,19 @@ def find_secret_argument(arguments: Sequence[str]) -> str:
 
 
 def is_secret_file(path: str) -> bool:
-    """Return whether a file or folder with this name usually contains secrets.
+    """Return whether the file or folder at `path` usually contains secrets, according to its name.
 
-    The path of a folder must end with a slash.
+    Examples are ``id_rsa``, ``server.pem``, ``.docker/config.json`` and the folder ``.ssh/``. The path of a
+    folder must end with a slash. A template such as ``.env.example`` contains no secrets.
     """
-    lower = f"/{path.lower()}"
-    name_start = lower.rstrip("/").rindex("/") + 1
-    name = lower[name_start:]
-    if _TEMPLATES.fullmatch(name):
+    lower_path = f"/{path.lower()}"
+    # The name of a folder keeps the slash at its end: "/home/me/.ssh/" -> ".ssh/".
+    name_start = lower_path.rstrip("/").rindex("/") + 1
+    name = lower_path[name_start:]
+    if _TEMPLATE_NAME.fullmatch(name):
         return False
-    return lower.endswith(_BELOW) or any(fnmatch.fnmatchcase(name, pattern) for pattern in _FILES)
+    has_secret_name = any(fnmatch.fnmatchcase(name, pattern) for pattern in _SECRET_FILE_NAMES)
+    return has_secret_name or lower_path.endswith(_SECRET_PATH_ENDINGS)
 
 
 def is_private_key(start: bytes) -> bool:
@@ -189,13 +201,12 @@ def mask_secrets(text: str) -> str:
     characters = list(text)
     # The position at which the last masked value ends. A match that begins before it is inside of that value.
     masked_end = 0
-    for match in _ASSIGNED.finditer(text):
-        # The group that contains the value: 3 in double quotes, 4 in single quotes, 5 without quotes.
-        group = next(number for number in _ENDS if match[number] is not None)
-        position = match.start(group)
-        if position >= masked_end and is_secret(match[1], match[group]):
-            # The pattern matches at most 200 characters, but the value may be longer.
-            while position < len(text) and text[position] not in _ENDS[group]:
+    for match in _ASSIGNMENT.finditer(text):  # NAME=VALUE or NAME: VALUE
+        value_group = _find_value_group(match)
+        position = match.start(value_group)
+        if position >= masked_end and is_secret(match["name"], match[value_group]):
+            # The match contains at most 200 characters of the value, but the value may be longer.
+            while position < len(text) and text[position] not in _VALUE_ENDS[value_group]:
                 characters[position] = "*"
                 position += 1
             masked_end = position

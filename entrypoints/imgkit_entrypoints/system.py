@@ -272,15 +272,6 @@ class SystemFacts:
         If the recipe does not list the partition, `node` and `queue` stay unchanged.
         """
         listed = self.partitions.get(partition, Partition())  # the default has no values
-        changes = {}
-        for name, value in dataclasses.asdict(listed).items():
-            is_set = value not in (None, "")
-            if is_set and name not in ("interfaces", "options"):  # `node` does not have these two fields
-                changes[name] = value
-        # A default memory of the partition replaces both defaults of `node`, including the one for each GPU.
-        # The partition may still set the memory for each GPU itself.
-        if "default_memory_GB" in changes:
-            changes.setdefault("memory_per_gpu_GB", None)
         options = (*self.queue.options, *listed.options)
         if listed.gpus == 0 and self.node.gpus:
             # The options of `queue` are for nodes with GPUs. One of them may be a constraint that this
@@ -288,7 +279,7 @@ class SystemFacts:
             options = listed.options
         return dataclasses.replace(
             self,
-            node=dataclasses.replace(self.node, **changes),
+            node=_apply_partition(self.node, listed),
             queue=dataclasses.replace(self.queue, options=options),
         )
 
@@ -323,6 +314,20 @@ class SystemFacts:
                     hint=f"load the module that sets it (system.runtime.modules), or set {name} yourself",
                 ) from None
         return dataclasses.replace(self, env=expanded_env)
+
+
+def _apply_partition(node: Node, partition: Partition) -> Node:
+    """Return `node` with the values of its fields that `partition` sets. None and "" mean "not set"."""
+    changes = {}
+    for node_field in dataclasses.fields(Node):
+        value = getattr(partition, node_field.name)  # a partition has all fields of a node
+        if value not in (None, ""):
+            changes[node_field.name] = value
+    # A default memory of the partition replaces both defaults of the node. So the one for each GPU is
+    # removed, unless the partition sets it as well.
+    if "default_memory_GB" in changes and "memory_per_gpu_GB" not in changes:
+        changes["memory_per_gpu_GB"] = None
+    return dataclasses.replace(node, **changes)
 
 
 def to_json(facts: SystemFacts) -> str:

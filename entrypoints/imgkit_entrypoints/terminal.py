@@ -123,26 +123,36 @@ def output_copier(*, to_err: bool = False) -> Callable[[bytes], None]:
     to_err : True to copy to standard error instead of standard output.
     """
     stream = sys.stderr if to_err else sys.stdout
-    decoder = io.IncrementalNewlineDecoder(
-        codecs.getincrementaldecoder("utf-8")("backslashreplace"), translate=True
-    )
-    # Both `decoder` and `unfinished` keep a state between the chunks, so each stream needs its own function.
-    unfinished = ""  # the beginning of a control sequence at the end of the last chunk
+    if stream.isatty():
+        return _TerminalCopier(stream).copy
 
     def copy_to_file(chunk: bytes) -> None:
         stream.buffer.write(chunk)
         stream.flush()
 
-    def copy_to_terminal(chunk: bytes) -> None:
-        """Print a chunk without what could control the terminal."""
-        nonlocal unfinished
-        # A chunk may end within a character or within a control sequence. Until the next chunk, the decoder
-        # keeps the bytes of an incomplete character, and `unfinished` keeps those of an incomplete sequence.
-        pending = unfinished + decoder.decode(chunk)
-        match = _UNFINISHED.search(pending)
-        unfinished = match[0] if match else ""
-        complete = pending.removesuffix(unfinished)
-        stream.write(escape_controls(strip_styles(complete), keep="\n\t"))
-        stream.flush()
+    return copy_to_file
 
-    return copy_to_terminal if stream.isatty() else copy_to_file
+
+class _TerminalCopier:
+    """Copies the output of one program to a terminal, without what could control the terminal."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+        self._decoder = io.IncrementalNewlineDecoder(
+            codecs.getincrementaldecoder("utf-8")("backslashreplace"), translate=True
+        )
+        self._unfinished = ""
+        """The beginning of a control sequence at the end of the last chunk."""
+
+    def copy(self, chunk: bytes) -> None:
+        """Print a chunk of the output. Its end is kept until the next chunk if it is incomplete.
+
+        A chunk may end within a character, which the decoder keeps, or within a control sequence.
+        """
+        text = self._unfinished + self._decoder.decode(chunk)
+        match = _UNFINISHED.search(text)
+        self._unfinished = match[0] if match else ""
+        complete_text = text.removesuffix(self._unfinished)
+        # Sequences for colours are removed first. Otherwise they would be visible as "\x1b[31m".
+        self._stream.write(escape_controls(strip_styles(complete_text), keep="\n\t"))
+        self._stream.flush()

@@ -510,7 +510,7 @@ TARGETS = (
     Target(
         "known-issues",
         _file(known_issues.read_issues),
-        lambda: [known_issues.TABLE.read_bytes()],
+        lambda: [known_issues.SHIPPED_FILE.read_bytes()],
         mutate.in_json,
     ),
     Target(

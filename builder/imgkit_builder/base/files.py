@@ -172,8 +172,8 @@ def fullest_folder(*folders: Path) -> Path:
     return min(folders, key=lambda folder: shutil.disk_usage(folder).free)
 
 
-def full_file(error: OSError) -> str:
-    """Return the path to name in a message about a full disk.
+def find_full_disk_path(error: OSError) -> str:
+    """Return the file or folder to name in a message about a full disk.
 
     If `error` names a file, the result is that file. Otherwise it is unknown which disk is full. Then the
     most probable folder is returned: the one with the least free space among the current folder, the
@@ -210,27 +210,32 @@ def flush_in_background(path: Path) -> Iterator[None]:
     OSError : the disk did not accept all data. Linux reports such an error only once, so a later fsync of the
         file could succeed although data is missing.
     """
-    ended = threading.Event()
+    is_finished = threading.Event()
     errors: list[OSError] = []
-
-    def flush() -> None:
-        """Sync the file once a second until the ``with`` block ends or the disk reports an error."""
-        while not ended.wait(_FLUSH_EVERY_S) and not errors:
-            try:
-                with open_regular(path) as stream:
-                    os.fsync(stream.fileno())
-            except FileNotFoundError:
-                continue  # the block has not created it yet
-            except OSError as error:
-                errors.append(error)  # raised below, in the thread of the caller
-
-    thread = threading.Thread(target=flush, daemon=True)
+    thread = threading.Thread(target=_sync_repeatedly, args=(path, is_finished, errors), daemon=True)
     thread.start()
     try:
         yield
     finally:
         # After this, the thread no longer writes to `errors`.
-        ended.set()
+        is_finished.set()
         thread.join()
     if errors:
         raise errors[0]
+
+
+def _sync_repeatedly(path: Path, is_finished: threading.Event, errors: list[OSError]) -> None:
+    """Sync the file `path` to the disk once a second until `is_finished` is set.
+
+    The first error of the disk ends this, too. It is appended to `errors` and not raised, because nobody
+    catches an error of this thread: `flush_in_background`, which has started the thread, raises it.
+    """
+    while not is_finished.wait(_FLUSH_EVERY_S):
+        try:
+            with open_regular(path) as stream:
+                os.fsync(stream.fileno())
+        except FileNotFoundError:
+            continue  # the program that writes the file has not created it yet
+        except OSError as error:
+            errors.append(error)
+            return

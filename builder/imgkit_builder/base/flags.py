@@ -1,8 +1,8 @@
 """Flags of the command line, declared as fields of dataclasses.
 
 `option_field` makes a field that carries the names, help and metavar of its flag. A request, such as
-`JobRequest`, may contain other requests as fields (`part`). Its verb then accepts their flags, too. The names
-of the fields are also the keywords of the Python API (`replace_fields`).
+`JobRequest`, may contain other requests as fields (`nested_request`). Its verb then accepts their flags, too.
+The names of the fields are also the keywords of the Python API (`replace_fields`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 Value = TypeVar("Value")
-# The key in the metadata of a field that holds a nested request. Its value is the class of that request.
-_NESTED = "nested"
+# The key in the metadata of the fields that `nested_request` makes. Its value is the class of the request.
+_NESTED_CLASS = "nested"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,50 +77,56 @@ def option_field(
     return field(default=default, metadata=metadata)
 
 
-def part(kind: type[Value], *, group: str = "") -> Value:
+def nested_request(request_class: type[Value], *, group: str = "") -> Value:
     """Return a dataclass field that holds a nested request, so that the dataclass also has its flags.
 
-    For example, ``container: ContainerRequest = part(ContainerRequest)`` gives a `JobRequest` the flags of a
-    container.
+    For example, ``container: ContainerRequest = nested_request(ContainerRequest)`` gives a `JobRequest` the
+    flags of a container. `declared_options` and `replace_fields` find the class in the field's metadata.
 
     Parameters
     ----------
     group : the heading above all of these flags in ``--help``. If it is empty, each flag keeps its own
         heading.
     """
+    metadata = {_NESTED_CLASS: request_class, "group": group}
+    nested_field: Any = field(default_factory=request_class, metadata=metadata)
     # Type checkers should see the type of the value that an instance holds, and not a `dataclasses.Field`.
-    nested_field: Any = field(default_factory=kind, metadata={_NESTED: kind, "group": group})
     return typing.cast("Value", nested_field)
 
 
 def declared_options(owner: type[Any]) -> tuple[Flag, ...]:
     """Return the flags of the dataclass `owner` and of its nested requests, in the order of the fields.
 
-    Fields without a help text are not flags.
+    A nested request contains no further requests. Fields without a help text are not flags.
     """
     type_by_field = typing.get_type_hints(owner)  # noqa: TID251 - makes options of them
     flags: list[Flag] = []
-    for field_of_owner in dataclasses.fields(owner):
-        metadata = dict(field_of_owner.metadata)
-        if _NESTED in metadata:  # `part` made this field, which holds a nested request
-            for flag in declared_options(metadata[_NESTED]):
+    for owner_field in dataclasses.fields(owner):
+        metadata = owner_field.metadata
+        if _NESTED_CLASS in metadata:  # `nested_request` made this field
+            for flag in declared_options(metadata[_NESTED_CLASS]):
                 group = metadata["group"] or flag.group
-                flags.append(dataclasses.replace(flag, nested_in=field_of_owner.name, group=group))
-        elif "help" in metadata:
-            # The field stop_before is the flag --stop-before.
-            names = metadata.pop("names") or (f"--{field_of_owner.name.replace('_', '-')}",)
-            flag_type = type_by_field[field_of_owner.name]
-            flags.append(
-                Flag(
-                    field=field_of_owner.name,
-                    nested_in="",
-                    names=names,
-                    type=flag_type,
-                    default=field_of_owner.default,
-                    **metadata,
-                )
-            )
+                flags.append(dataclasses.replace(flag, nested_in=owner_field.name, group=group))
+        elif "help" in metadata:  # `option_field` made this field
+            flags.append(_make_flag(owner_field, type_by_field[owner_field.name]))
     return tuple(flags)
+
+
+def _make_flag(flag_field: dataclasses.Field[Any], flag_type: Any) -> Flag:
+    """Return the flag that `flag_field`, a dataclass field made by `option_field`, declares."""
+    metadata = flag_field.metadata
+    # Without names, the field stop_before is the flag --stop-before.
+    names = metadata["names"] or (f"--{flag_field.name.replace('_', '-')}",)
+    return Flag(
+        field=flag_field.name,
+        nested_in="",
+        names=names,
+        type=flag_type,
+        default=flag_field.default,
+        metavar=metadata["metavar"],
+        help=metadata["help"],
+        group=metadata["group"],
+    )
 
 
 def flags_in(request: Any) -> tuple[str, ...]:
@@ -169,20 +175,23 @@ def replace_fields(request: Value, values: Mapping[str, Any]) -> Value:
     ------
     TypeError : neither the request nor a nested request has a field with one of these names.
     """
-    remaining = dict(values)
+    remaining = dict(values)  # an item is removed when the field with its name is found
     changes: dict[str, Any] = {}
     dataclass_value: Any = request  # mypy has no type that means "any dataclass"
     for own_field in dataclasses.fields(dataclass_value):
-        if own_field.name in remaining:
-            changes[own_field.name] = remaining.pop(own_field.name)
-        elif _NESTED in own_field.metadata:  # `part` made this field, which holds a nested request
-            nested_names = [
-                nested_item.name for nested_item in dataclasses.fields(own_field.metadata[_NESTED])
-            ]
-            nested_changes = {name: remaining.pop(name) for name in nested_names if name in remaining}
-            changes[own_field.name] = dataclasses.replace(getattr(request, own_field.name), **nested_changes)
-    # Each name that belongs to a field has been removed.
+        name = own_field.name
+        if name in remaining:
+            changes[name] = remaining.pop(name)
+        elif _NESTED_CLASS in own_field.metadata:  # `nested_request` made this field
+            nested_changes = _take_fields(own_field.metadata[_NESTED_CLASS], remaining)
+            changes[name] = dataclasses.replace(getattr(request, name), **nested_changes)
     if remaining:
         raise TypeError(f"{type(request).__name__} has no field {next(iter(remaining))!r}")
     changed_request: Value = dataclasses.replace(dataclass_value, **changes)
     return changed_request
+
+
+def _take_fields(owner: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    """Remove the items named like a field of the dataclass `owner` from `values`, and return them."""
+    names = [owner_field.name for owner_field in dataclasses.fields(owner)]
+    return {name: values.pop(name) for name in names if name in values}

@@ -332,13 +332,17 @@ def replace_process(argv: Sequence[str], *, cwd: Path) -> NoReturn:
 def bound_to_parent(argv: Sequence[str]) -> list[str]:
     """Return a command that runs `argv`, and that the kernel kills when imgkit ends.
 
-    `argv` must begin with the path of the program. The kernel also kills the program when the thread that
-    started it ends. That thread therefore has to wait for the program.
+    `argv` must begin with the path of the program. The command starts a short Python program first. It asks
+    the kernel for a SIGKILL when its parent ends (PR_SET_PDEATHSIG of prctl), and then replaces itself by
+    `argv`. The kernel also sends the signal when the thread that started the command ends. That thread
+    therefore has to wait for it.
     """
-    # Only Linux offers this. A process that has changed its user may not be allowed to run its Python again.
-    # In both cases the program is started directly.
-    if sys.platform != "linux" or not os.access(sys.executable, os.X_OK):
+    # Only Linux has this request. And if imgkit has changed its user, it may not be allowed to run its own
+    # Python again. In both cases the program is started directly.
+    can_bind = sys.platform == "linux" and os.access(sys.executable, os.X_OK)
+    if not can_bind:
         return list(argv)
+    # The program compares the pid with that of its parent, because imgkit may end before the request is made.
     # -I and -S make Python start faster, and without code from the environment or from site-packages.
     return [sys.executable, "-I", "-S", "-c", _BINDING_PROGRAM, str(os.getpid()), *argv]
 

@@ -234,7 +234,7 @@ def _explain_system_error(error: OSError) -> ToolFailed:
     path = error.filename
     hint = None
     if error.errno in files.FULL:
-        path = files.full_file(error)
+        path = files.find_full_disk_path(error)
         hint = "free some space there, or write to another disk"
     return ToolFailed(error.strerror or str(error), where=str(path) if path else None, hint=hint)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from imgkit_builder.base.flags import flags_in, option_field, part
+from imgkit_builder.base.flags import flags_in, nested_request, option_field
 from imgkit_builder.cli.common import exit_on_sigterm, print_message
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.jobs.request import SubmitRequest
@@ -31,7 +31,7 @@ class SubmitOptions:
     detach: bool = option_field(
         False, group=_GROUP, help="Submit, print the job's id, and do not follow its output."
     )
-    request: SubmitRequest = part(SubmitRequest, group=_GROUP)
+    request: SubmitRequest = nested_request(SubmitRequest, group=_GROUP)
 
 
 def refuse_without_submit(options: SubmitOptions) -> None:

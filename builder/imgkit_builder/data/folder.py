@@ -21,8 +21,8 @@ from typing import NamedTuple
 from imgkit_builder.data.spec import DataSpec
 from imgkit_entrypoints.errors import UsageError
 
-# The length of the project's part of a folder's name: 12 hex digits of a SHA-256. Folders of images have
-# names of the same form, and `jobs.remote.store.IMAGE_NAME` matches both.
+# The length of PROJECT in a folder's name: 12 hex digits of a SHA-256. Folders of images have names of the
+# same form, and `jobs.remote.store.IMAGE_NAME` matches both.
 _PROJECT_DIGITS = 12
 
 
@@ -104,19 +104,20 @@ def list_folder(spec: DataSpec, path: Path) -> DataFolder:
         ) from error
     if not file_count:
         raise UsageError("it holds no files", where=str(path), hint="fill it, or remove it from `data`")
-    folder_name = f"{digest.hexdigest()}-{_hash_project_path(spec, path)}"
+    folder_name = f"{digest.hexdigest()}-{_hash_origin(spec, path)}"
     return DataFolder(spec=spec, path=path, name=folder_name, files=file_count, size_bytes=total_bytes)
 
 
-def _hash_project_path(spec: DataSpec, path: Path) -> str:
-    """Return the project's part of a folder's name, a digest of this machine's name and the folder's path.
+def _hash_origin(spec: DataSpec, path: Path) -> str:
+    """Return the digest of this machine's name and the path of a folder of data.
 
-    The revisions of a hub repository are in folders side by side. For them, the path of the common parent
-    folder is used. So they count as versions of the same folder, and a new revision shares files with earlier
-    ones.
+    It is the end of the folder's name on a remote (`DataFolder.name`). All versions of the folder share it,
+    whatever files they contain. The revisions of a hub repository count as versions, so that a new revision
+    shares files with earlier ones.
     """
-    common_path = path.parent if spec.hub else path
-    digest = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{common_path}"))
+    # The folders of revisions are side by side, so the path of their parent folder is common to them.
+    origin_path = path.parent if spec.hub else path
+    digest = hashlib.sha256(os.fsencode(f"{socket.gethostname()}:{origin_path}"))
     return digest.hexdigest()[:_PROJECT_DIGITS]
 
 

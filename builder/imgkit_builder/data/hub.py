@@ -52,7 +52,7 @@ def find(spec: DataSpec, project: Path) -> DataFolder:
     # The commit in hf.lock takes precedence over the branch or tag in imgkit.toml, which may have moved
     # since.
     revision = read_lock(project / LOCK).get(spec.source, repo.revision)
-    revision_folder = _folder(repo, revision or "main")
+    revision_folder = _job_folder(repo, revision or "main")
     # Folders are named after commits. For a branch or tag, only the hub knows the commit, so it must be asked
     # (`download`) even if there is a folder.
     if COMMIT.fullmatch(revision) and revision_folder.is_dir():
@@ -97,10 +97,10 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
             repo.name,
             repo_type="dataset" if repo.is_data_set else "model",
             revision=commit_of_item.get(spec.source, repo.revision) or None,
-            cache_dir=_cache(),
+            cache_dir=_find_hub_cache(),
             tqdm_class=_progress_bar(report),
         )
-        path = _folder(repo, Path(snapshot).name)  # the cache names a snapshot after its commit
+        path = _job_folder(repo, Path(snapshot).name)  # the cache names a snapshot after its commit
         # If the folder exists, an earlier download has made it. A folder never appears incomplete.
         if not path.is_dir():
             _publish_snapshot(repo, Path(snapshot), path)
@@ -115,7 +115,7 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
     return folder.list_folder(spec, path)
 
 
-def _cache() -> Path:
+def _find_hub_cache() -> Path:
     """Return the folder of the user's hub cache, by default ``~/.cache/huggingface/hub``.
 
     huggingface_hub itself cannot be asked, because it may not be installed. The variables and their order are
@@ -127,12 +127,12 @@ def _cache() -> Path:
     return Path(hub_cache).expanduser().absolute()
 
 
-def _folder(repo: HubRepo, revision: str) -> Path:
+def _job_folder(repo: HubRepo, revision: str) -> Path:
     """Return the folder for jobs of one revision: ``.../imgkit/models--openai-community--gpt2/COMMIT``.
 
     It is beside the hub's cache, because hard links need the same file system.
     """
-    return _cache().parent / "imgkit" / repo.cache_name / revision
+    return _find_hub_cache().parent / "imgkit" / repo.cache_name / revision
 
 
 def read_lock(file: Path) -> dict[str, str]:
@@ -182,42 +182,49 @@ def _progress_bar(report: Reporter) -> type:
     return Bar
 
 
-def _publish_snapshot(repo: HubRepo, snapshot: Path, path: Path) -> None:
-    """Make the folder `path` for jobs, with the files of `snapshot`, a revision in the user's cache.
+def _publish_snapshot(repo: HubRepo, snapshot: Path, job_folder: Path) -> None:
+    """Make `job_folder`, the folder for jobs, with the files of `snapshot`, a revision in the user's cache.
 
     The folder is filled under a temporary name, so that no other process sees an incomplete folder.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=files.TEMPORARY) as temporary:
-        complete = Path(temporary, path.name)
+    job_folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=job_folder.parent, prefix=files.TEMPORARY) as temporary:
+        complete = Path(temporary, job_folder.name)
         _link_files(repo, snapshot, complete)
         # The rename fails if another run has made the folder in the meantime. That folder has the same files.
         with contextlib.suppress(OSError):
-            files.publish_file(complete, path)
+            files.publish_file(complete, job_folder)
 
 
-def _link_files(repo: HubRepo, snapshot: Path, path: Path) -> None:
-    """Fill the folder `path` with hard links to the files of `snapshot`, a revision in the user's cache.
+def _link_files(repo: HubRepo, snapshot: Path, job_folder: Path) -> None:
+    """Fill `job_folder` with hard links to the files of `snapshot`, a revision in the user's hub cache.
 
-    The folder has the layout of the hub's cache: ``blobs/DIGEST`` are the contents of files, and
-    ``snapshots/COMMIT`` has links to them under the names of the files. For a data set, this layout is in the
-    subfolder `HUB_CACHE`, and links to the files are at the top of the folder as well.
+    The folder of a model gets the layout of the hub cache::
+
+        refs/main                       the text COMMIT
+        blobs/DIGEST                    a hard link to the content of a file in the hub cache
+        snapshots/COMMIT/config.json    a symbolic link to ../../blobs/DIGEST
+
+    For a data set, these folders are in the subfolder `HUB_CACHE`. Beside it, the same symbolic links are at
+    the files' own paths.
     """
-    cache = path / HUB_CACHE if repo.is_data_set else path
-    (cache / "blobs").mkdir(parents=True)
-    # huggingface_hub looks up the branch "main" in this file. So it finds the plain name of a model offline.
-    (cache / "refs").mkdir()
-    files.write_file(cache / "refs" / "main", snapshot.name)
-    for file in sorted(snapshot.rglob("*")):
-        if file.is_dir():
+    cache_root = job_folder / HUB_CACHE if repo.is_data_set else job_folder
+    (cache_root / "blobs").mkdir(parents=True)
+    # Offline, huggingface_hub looks up the commit of a plain name, such as "gpt2", in the file of "main".
+    (cache_root / "refs").mkdir()
+    files.write_file(cache_root / "refs" / "main", snapshot.name)
+    for source in sorted(snapshot.rglob("*")):
+        if source.is_dir():
             continue
-        blob = cache / "blobs" / file.resolve().name  # the cache calls a file's content by its digest
+        # In the hub cache, `source` is a link to the content, whose file name is its digest.
+        content = source.resolve()
+        blob = cache_root / "blobs" / content.name
         if not blob.exists():  # two files with the same content share a blob
-            blob.hardlink_to(file.resolve())
-        name_in_snapshot = file.relative_to(snapshot)
-        _link_to_blob(cache / "snapshots" / snapshot.name / name_in_snapshot, blob)
+            blob.hardlink_to(content)
+        name_in_snapshot = source.relative_to(snapshot)
+        _link_to_blob(cache_root / "snapshots" / snapshot.name / name_in_snapshot, blob)
         if repo.is_data_set:
-            _link_to_blob(path / name_in_snapshot, blob)
+            _link_to_blob(job_folder / name_in_snapshot, blob)
 
 
 def _link_to_blob(link: Path, blob: Path) -> None:
@@ -246,10 +253,11 @@ def _download_error(error: Exception, spec: DataSpec) -> ImgkitError:
     is_local_problem = isinstance(error, OSError) and bool(error.errno)
     if is_local_problem or "No space left" in reason:
         message = f"{spec.source} cannot be written: {reason}"
-        return CheckFailed(message, where=str(_cache()), hint="another folder: export HF_HOME=/FOLDER")
+        hint = "another folder: export HF_HOME=/FOLDER"
+        return CheckFailed(message, where=str(_find_hub_cache()), hint=hint)
     return ToolFailed(
         f"{spec.source} is not in the cache, and {constants.ENDPOINT} does not send it: {reason}",
-        where=str(_cache()),
+        where=str(_find_hub_cache()),
         hint="export https_proxy=http://PROXY:PORT; or a mirror: export HF_ENDPOINT=https://MIRROR",
     )
 

@@ -66,16 +66,16 @@ def check_machine(
     machine = machine or Machine()
     engine = _check_engine()
     tool, tool_check = _check_runtime(target)
-    writer = _check_sif_writer(tool, tool_check)
+    writer = _check_sif_writer(tool, tool_check.verdict)
     # A missing runtime is only a warning if imgkit can write a .sif without a runtime.
     checks = [tool_check if writer.verdict == "fail" else _as_warning(tool_check)]
     can_build_sif = False
     # What a runtime needs of the kernel is checked only if there is a runtime. A missing runtime has been
     # reported already.
     if tool is not None:
-        definitions = _check_definitions(machine)
-        can_build_sif = definitions.verdict == "ok"
-        checks += (*_check_kernel(machine, tool), definitions)
+        build_rights = _check_build_rights(machine)
+        can_build_sif = build_rights.verdict == "ok"
+        checks += (*_check_kernel(machine, tool), build_rights)
     checks += (writer, _check_zstd(), *_check_disks(machine, purpose))
     can_build = engine.verdict != "fail"
     can_convert = passed(checks)
@@ -214,44 +214,59 @@ def _check_namespaces(machine: Machine) -> Check:
     return Check(check_name, "ok", f"allowed, at most {max_namespaces}")
 
 
-def _check_definitions(machine: Machine) -> Check:
-    """Check how ``imgkit build --with apptainer``, a build without an engine, would run a recipe's steps."""
+def _check_build_rights(machine: Machine) -> Check:
+    """Check with which rights ``imgkit build --with apptainer`` would run the steps of a recipe.
+
+    This is a build without an engine. The check warns if this user cannot run the steps, or only with rights
+    that are not enough for every recipe.
+    """
     check_name = "build --with apptainer"
     user_rights = rights.inspect_rights(root=machine.root, uid=machine.uid)
-    if not user_rights.way:
+    if not user_rights.way:  # the steps cannot run
         return Check(check_name, "warn", user_rights.problem, user_rights.hint)
-    steps = f"steps run {user_rights.way}"
+    steps = f"steps run {user_rights.way}"  # "steps run as root of a user namespace ..."
     if user_rights.problem:
         return Check(check_name, "warn", f"{steps}; {user_rights.problem}", user_rights.hint)
     return Check(check_name, "ok", steps)
 
 
-def _check_sif_writer(tool: RuntimeTool | None, tool_check: Check) -> Check:
+_SIF_CHECK_NAME = "imgkit sif"
+
+
+def _check_sif_writer(tool: RuntimeTool | None, runtime_verdict: Verdict) -> Check:
     """Check how ``imgkit sif`` would write a .sif: by itself, or with the runtime `tool`, which is slower.
 
-    If `tool` is None, there is no runtime, and the verdict of `tool_check` decides whether that is a failure.
-    `tool_check` is the check of the runtime, which is skipped if the recipe needs none.
+    If `tool` is None, there is no runtime. `runtime_verdict` is then the verdict if imgkit cannot write the
+    file itself: ``fail``, or ``skip`` for a recipe that needs no .sif.
     """
-    check_name = "imgkit sif"
-    hint = squash.INSTALL
     try:
         squasher = squash.choose()  # the program with which imgkit itself would make the squashfs
     except ToolMissing as error:
-        obstacle = error.what
-        # If there is an mksquashfs that imgkit cannot use, its version explains why.
-        path = mksquashfs.find_any()
-        if path:
-            obstacle += f" (version {mksquashfs.read_version(path)})"
-        if tool is None:
-            finding = f"cannot convert: {obstacle}, and there is no runtime"
-            return Check(check_name, tool_check.verdict, finding, hint)
-        return Check(check_name, "warn", f"{tool} builds the file, which is slower: {obstacle}", hint)
+        return _check_sif_without_squasher(tool, runtime_verdict, error.what)
     finding = f"writes the file itself, with {squasher}"
     if squasher.note:
-        return Check(check_name, "warn", f"{finding}; {squasher.note}", hint)
+        return Check(_SIF_CHECK_NAME, "warn", f"{finding}; {squasher.note}", squash.INSTALL)
     if squasher.zstd_error:
-        return Check(check_name, "warn", f"{finding}, which lacks zstd: gzip, slower at every start", hint)
-    return Check(check_name, "ok", f"{finding}; it runs under {runtime.FLOOR}")
+        finding += ", which lacks zstd: gzip, slower at every start"
+        return Check(_SIF_CHECK_NAME, "warn", finding, squash.INSTALL)
+    # The constant is the text "Singularity 3.8 or later, ...": these runtimes can start the file.
+    return Check(_SIF_CHECK_NAME, "ok", f"{finding}; it runs under {runtime.FLOOR}")
+
+
+def _check_sif_without_squasher(tool: RuntimeTool | None, runtime_verdict: Verdict, obstacle: str) -> Check:
+    """Check whether the runtime `tool` can write a .sif, because imgkit has no program for that.
+
+    `runtime_verdict` is the verdict if there is no runtime. `obstacle` says which program imgkit needs.
+    """
+    # If there is an mksquashfs that imgkit cannot use, its version explains why.
+    path = mksquashfs.find_any()
+    if path:
+        obstacle += f" (version {mksquashfs.read_version(path)})"
+    if tool is None:
+        finding = f"cannot convert: {obstacle}, and there is no runtime"
+        return Check(_SIF_CHECK_NAME, runtime_verdict, finding, squash.INSTALL)
+    finding = f"{tool} builds the file, which is slower: {obstacle}"
+    return Check(_SIF_CHECK_NAME, "warn", finding, squash.INSTALL)
 
 
 def _check_zstd() -> Check:
@@ -266,22 +281,24 @@ def _check_zstd() -> Check:
 def _check_disks(machine: Machine, purpose: Purpose) -> Iterator[Check]:
     """Check the free space in the folder for temporary files and in the current folder.
 
-    `purpose` is ``build``, ``sif`` or ``any``. The folders must have space for what it writes.
+    `purpose` is ``build``, ``sif`` or ``any``. The folders must have space for what it writes. A build with
+    an engine writes no .sif.
     """
+    is_build = purpose == "build"
     current = Path.cwd()
-    # A build with an engine writes no .sif.
-    sif_bytes = 0 if purpose == "build" else _SIF_SPACE_BYTES
+    current_bytes = _BUILD_SPACE_BYTES if is_build else _SIF_SPACE_BYTES
     try:
-        # Only the folder of this path counts: it is where temporary files go by default.
+        # The folder for temporary files of any .sif in the current folder, without --tmpdir (None).
         scratch = tmp_base(current / "image.sif", None)
     except UsageError as error:
         yield Check("disk tmp", "fail", error.what, f"{error.where}: {error.hint}")
-    else:
-        yield _check_scratch(machine, scratch, current, sif_bytes)
-        # The check above has already covered the current folder. For a build, more space is needed here.
-        if scratch == current and purpose != "build":
-            return
-    yield _check_space("disk here", current, _BUILD_SPACE_BYTES if purpose == "build" else sif_bytes)
+        yield _check_space("disk here", current, current_bytes)
+        return
+    yield _check_scratch(machine, scratch, current, 0 if is_build else _SIF_SPACE_BYTES)
+    # If both are the same folder, the check above includes the .sif, but not what a build writes.
+    is_covered = scratch == current and not is_build
+    if not is_covered:
+        yield _check_space("disk here", current, current_bytes)
 
 
 def _check_scratch(machine: Machine, scratch: Path, current: Path, sif_bytes: int) -> Check:

@@ -246,10 +246,12 @@ class InventoryCollector:
 def _find_linked_package(path: str, original: Package | None) -> Package | None:
     """Return the Python package that is installed in the folder of the hard link `path`.
 
-    `original` is the package that the target of the link describes. If it is None, the name and version are
-    taken from the path of the link. The result is None if the path does not contain them, either.
+    For example, `path` is ``b/torch-2.3.0.dist-info/METADATA``, a second name of the file
+    ``a/torch-2.3.0.dist-info/METADATA``. `original` is the package that the file describes under its first
+    name. If it is None, the name and version are taken from `path`. The result is None if `path` does not
+    contain them, either.
     """
-    package = original or packages.python_package(path, "")
+    package = original or packages.python_package(path, "")  # "": the file's content is not known here
     if package is None:
         return None
     return dataclasses.replace(package, folder=packages.folder_of(path))

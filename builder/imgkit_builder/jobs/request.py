@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from imgkit_builder.base import flags
-from imgkit_builder.base.flags import USUAL, option_field, part
+from imgkit_builder.base.flags import USUAL, nested_request, option_field
 
 # Runtimes that a user can choose by --runtime. The others follow from the system and the command.
 RuntimeName = Literal["singularity", "docker", "pyxis", "host"]
@@ -249,9 +249,9 @@ class ResumedRun:
 class JobRequest:
     """A job that runs a command on its nodes."""
 
-    allocation: AllocationRequest = part(AllocationRequest)
-    launch: LaunchRequest = part(LaunchRequest)
-    container: ContainerRequest = part(ContainerRequest)
+    allocation: AllocationRequest = nested_request(AllocationRequest)
+    launch: LaunchRequest = nested_request(LaunchRequest)
+    container: ContainerRequest = nested_request(ContainerRequest)
     name: str = option_field("", help="Job name (default: the recipe's name).")
     directory: Path = option_field(Path(), metavar="DIR", help="Folder in which the job runs.")
     group_readable: bool = option_field(

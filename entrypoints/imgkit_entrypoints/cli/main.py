@@ -197,22 +197,22 @@ def _build_node_document(
     placement : the fields of a `Placement` (which node of which run this is), or only ``error``.
     network : the fabric (the kind of network) of this node, and the variables for it.
     """
-    matches = tuple(result for result in network.issues if result.state == "match")
     host_facts = dataclasses.asdict(host)
     # The image has many variables. The relevant ones are in the decisions of the network.
     del host_facts["image_env"]
+    matches = tuple(result for result in network.issues if result.state == "match")
+    fabric_values = dataclasses.asdict(dataclasses.replace(network, issues=matches))
+    # Each finding is one text, as in the other forms of output, and not a dict of its fields.
+    for key in ("warnings", "blockers", "refusals"):
+        fabric_values[key] = [str(finding) for finding in getattr(network, key)]
     return {
         "schema": plan.SCHEMA,
         "imgkit": __version__,
         "host": host_facts,
+        # The same keys in the same order as in the image's system.json.
         "system": None if system is None else json_text.parse(to_json(system)),
         "placement": placement,
-        "fabric": {
-            **dataclasses.asdict(dataclasses.replace(network, env=dict(network.env), issues=matches)),
-            "warnings": list(map(str, network.warnings)),
-            "blockers": list(map(str, network.blockers)),
-            "refusals": list(map(str, network.refusals)),
-        },
+        "fabric": fabric_values,
     }
 
 
@@ -283,11 +283,14 @@ def _run_dist_doctor(options: LaunchOptions, worker: Worker, env: Mapping[str, s
     from imgkit_entrypoints.doctor import node  # imported here because no other command needs it
 
     # The worker's argv is "python3 -I -u -m MODULE ARGS". The checks in this process take the same ARGS.
-    arguments = worker.argv[worker.argv.index("-m") + 2 :]
-    if "--known-issues" not in arguments and _should_check_all_nodes(options, env):
-        request = dataclasses.replace(options.request, prefix=False)
-        return start.launch_worker(dataclasses.replace(options, request=request), worker, env)
-    return node.main(arguments, {**env, "IMGKIT_DEVICE": options.request.device})
+    module_index = worker.argv.index("-m") + 1
+    arguments = worker.argv[module_index + 1 :]
+    # The table of known issues is always about this node only.
+    if "--known-issues" in arguments or not _should_check_all_nodes(options, env):
+        return node.main(arguments, {**env, "IMGKIT_DEVICE": options.request.device})
+    # One worker prints the report, so its lines need no prefix with the rank.
+    request = dataclasses.replace(options.request, prefix=False)
+    return start.launch_worker(dataclasses.replace(options, request=request), worker, env)
 
 
 def _should_check_all_nodes(options: LaunchOptions, env: Mapping[str, str]) -> bool:
@@ -301,4 +304,7 @@ def _should_check_all_nodes(options: LaunchOptions, env: Mapping[str, str]) -> b
     except NoPlan as error:
         start.print_message(*f"this node only: {error}".split("\n"))
         return False
-    return placement.nnodes > 1 or options.request.nproc != "auto"
+    has_several_nodes = placement.nnodes > 1
+    # Several processes on a single node can test a collective, too, but only if the user asks for them.
+    has_nproc_option = options.request.nproc != "auto"
+    return has_several_nodes or has_nproc_option

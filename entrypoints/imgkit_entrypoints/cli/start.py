@@ -70,23 +70,23 @@ def parse_app(command: Command, argv: Sequence[str], env: Mapping[str, str]) -> 
     """
     assert command.app is not None  # noqa: S101 - the caller branches on it
     # Some apps have their options in a module of their own, which can be imported without torch.
-    app = importlib.import_module(command.options or command.app)
-    full_parser = launch_parser(command, env, app.OPTIONS)
+    options_module = importlib.import_module(command.options or command.app)
+    full_parser = launch_parser(command, env, options_module.OPTIONS)
     full_parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    full_parser.epilog = getattr(app, "EXAMPLES", None)
-    # The first parser has all options. It checks the whole command line, and prints --help with all groups.
-    # The second parser has only the options of the launch, and leaves the app's arguments unparsed.
+    full_parser.epilog = getattr(options_module, "EXAMPLES", None)
+    # This parser has all options. It refuses a wrong command line, and prints --help with all groups.
     full_parser.parse_args(argv[1:])
-    parsed, arguments = launch_parser(command, env).parse_known_args(argv[1:])
-    if hasattr(app, "check"):
-        app.check(arguments, env)
+    # This parser has only the options of the launch, and returns the app's arguments unparsed.
+    parsed, app_args = launch_parser(command, env).parse_known_args(argv[1:])
+    if hasattr(options_module, "check"):
+        options_module.check(app_args, env)  # raises UsageError if two arguments contradict each other
     options = read_options(parsed, command, argv)
-    # The second parser has taken --json out of the arguments, but an app that prints JSON needs it as well.
+    # --json is an option of the launch, but an app that prints JSON needs it as well.
     if command.prints_json and options.json:
-        arguments.append("--json")
+        app_args.append("--json")
     # -I: a file in the current folder, such as json.py, must not replace a module. -u: Python must not hold
     # the output back while it is a pipe.
-    worker_argv = (sys.executable, "-I", "-u", "-m", command.app, *arguments)
+    worker_argv = (sys.executable, "-I", "-u", "-m", command.app, *app_args)
     return options, Worker(argv=worker_argv, is_imgkits=True)
 
 
@@ -177,14 +177,13 @@ def _suggest_argument_order(command: Command, argv: Sequence[str], env: Mapping[
         return ""
     script_index = argv.index(script, 1)
     launch_args, program_args = list(argv[1:script_index]), argv[script_index + 1 :]
-    # The result has the unknown options in their order, and texts that belong to no option, such as the 1 of
-    # "--lr 1".
+    # For "dist-run --nproc 1 --lr 1 train.py", `unknown` is --lr and 1, and `launch_args` becomes --nproc 1.
     _, unknown = launch_parser(command, env).parse_known_args(launch_args)
+    # Of equal arguments, the last one is removed: an earlier one may be the value of a known option.
+    launch_args.reverse()
     for arg in reversed(unknown):
-        # Remove the last occurrence of each unknown argument from the options of the launch. An earlier
-        # occurrence may be the value of a known option.
-        last_index = len(launch_args) - 1 - launch_args[::-1].index(arg)
-        del launch_args[last_index]
+        launch_args.remove(arg)
+    launch_args.reverse()
     line = shlex.join([command.name, *launch_args, script, *unknown, *program_args])
     return f"options of the program follow the program: {line}"
 
@@ -380,7 +379,8 @@ def _find_compile_cache(
     """Return this node's cache of compiled code, or None if no folder of this node can hold it.
 
     Programs such as Triton compile code at their start. With the cache, they find the compiled code at the
-    next start.
+    next start on this node. The option ``--compile-cache`` names a file that carries the code to later runs
+    on any node. Without it, the `file` of the result is None.
     """
     # The key is made from the image's manifest. Outside of an image, the version of torch and the path of the
     # Python environment replace the manifest.
@@ -388,10 +388,10 @@ def _find_compile_cache(
     folder = compile_cache.find_folder(env, key, is_shared=partial(storage.on_network_disk, reader))
     if folder is None:
         return None
-    file = None
+    shared_file = None
     if options.compile_cache:
-        file = files.in_job_folder(Path(options.compile_cache), env).absolute()
-    return compile_cache.CompileCache(folder=folder, key=key, packed_file=file)
+        shared_file = files.in_job_folder(Path(options.compile_cache), env).absolute()
+    return compile_cache.CompileCache(folder=folder, key=key, packed_file=shared_file)
 
 
 def _run_rank(launch_plan: LaunchPlan, child_env: Mapping[str, str], env: Mapping[str, str]) -> int:
@@ -530,11 +530,14 @@ def _find_secret(options: LaunchOptions, env: Mapping[str, str], placement: Plac
 def _warn_without_secret(placement: Placement, remedy: str) -> None:
     """Print that other programs can join this run because it has no secret, and how to prevent that.
 
-    `remedy` is the beginning of the advice: how to create a secret for all nodes.
+    The other nodes connect to a port of the head (node 0), the rollcall port. `remedy` is the beginning of
+    the advice: how to create a secret for all nodes.
     """
-    # A run that is started by hand has no job id. So its port is always the same, and a stranger need not
-    # know anything. A random port is some protection.
-    if not placement.job_id and placement.port is None:
+    # The default port is computed from the job id. A run that was started by hand has no id, so everybody
+    # knows its default port. A random port is some protection.
+    is_started_by_hand = not placement.job_id
+    has_default_port = placement.port is None
+    if is_started_by_hand and has_default_port:
         remedy += f", or at least the same random port to all nodes: --port {ports.any_free()}"
     port = ports.rollcall_port(placement.job_id, placement.port)
     print_message(

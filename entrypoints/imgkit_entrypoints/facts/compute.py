@@ -114,32 +114,38 @@ def _find_cgroups(reader: Reader, controller: str) -> Iterator[tuple[int, str]]:
     """
     for line in (reader.text("/proc/self/cgroup") or "").splitlines():
         # A line is "0::/slurm/job_7" in version 2, and "4:cpu,cpuacct:/slurm/job_7" in version 1.
-        hierarchy_id, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if hierarchy_id == line or len(path) > _LONGEST_PATH:  # the line has no colon, or the file is damaged
+        fields = line.split(":", 2)
+        if len(fields) != 3 or len(fields[2]) > _LONGEST_PATH:  # the file is damaged
             continue
-        if controllers == "":
-            version = 2  # it has all controllers in one tree, so the line names none
-            mounts = ["/sys/fs/cgroup", "/sys/fs/cgroup/unified"]
+        _, controllers, path = fields
+        if controllers == "":  # version 2 has all controllers in one tree, so the line names none
+            version, mounts = 2, ("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
         elif controller in controllers.split(","):
-            version = 1
-            mounts = [f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}"]
+            version, mounts = 1, (f"/sys/fs/cgroup/{controllers}", f"/sys/fs/cgroup/{controller}")
         else:
             continue
-        # In a container, `path` is often a path on the host, and no such folder is mounted. The top of the
-        # mount is then the cgroup of this process. It is found because it is one of the parents.
-        cgroup = PurePosixPath("/") / path.lstrip("/")
-        for folder in (cgroup, *cgroup.parents):
-            # The two mounts are the same folder if the controller has a mount of its own.
-            for mount in dict.fromkeys(mounts):
-                yield version, f"{mount}{folder}".rstrip("/")
+        for folder in _list_cgroup_folders(mounts, path):
+            yield version, folder
+
+
+def _list_cgroup_folders(mounts: Sequence[str], path: str) -> Iterator[str]:
+    """Yield the folders of the cgroup `path` and of all its parents, below each folder in `mounts`.
+
+    For example, the folders for ``/slurm/job_7`` below M are ``M/slurm/job_7``, ``M/slurm`` and ``M``. In a
+    container, `path` is often a path on the host, and no such folder is mounted. Then M itself is the cgroup
+    of this process.
+    """
+    cgroup = PurePosixPath("/") / path.lstrip("/")
+    for folder in (cgroup, *cgroup.parents):
+        for mount in dict.fromkeys(mounts):  # each mount once
+            yield f"{mount}{folder}".rstrip("/")  # the last parent is "/"
 
 
 def read_process_limit(reader: Reader) -> tuple[Limit, str]:
     """Return how many processes and threads are allowed, and the evidence.
 
     The limit can be set for the user and for each cgroup (group of processes) that contains this process. The
-    lowest limit counts.
+    lowest limit counts. If no limit can be read, the result is ``Limit(), ""``.
     """
     # The user's limit counts threads as well, and so does pids.max of a cgroup.
     user_limit = read_limit(reader, "Max processes")
@@ -154,7 +160,9 @@ def read_process_limit(reader: Reader) -> tuple[Limit, str]:
     if limits:
         value, source = min(limits)
         return Limit(value=value), source
-    return user_limit, user_source if user_limit.unlimited else ""
+    if user_limit.unlimited:
+        return user_limit, user_source
+    return Limit(), ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +183,7 @@ _OTHER_FILES = r"kfd|dri|accel|hl\d+|davinci\d+|neuron\d+"
 """Device files, or folders with them, of GPUs and accelerators of other makers."""
 # Makers by the PCI vendor in /sys/bus/pci/devices/*/vendor.
 _MAKERS = {"0x10de": "NVIDIA", "0x1002": "AMD", "0x8086": "Intel", "0x1da3": "Habana"}
-_CLASS_DISPLAY, _CLASS_3D, _CLASS_OTHER_DISPLAY, _CLASS_ACCELERATOR = "0x03", "0x0302", "0x0380", "0x1200"
+_ANY_DISPLAY, _DISPLAY_3D, _OTHER_DISPLAY, _ACCELERATOR = "0x03", "0x0302", "0x0380", "0x1200"
 """First digits of PCI classes (include/linux/pci_ids.h). The class of every display begins with 0x03."""
 _PCI = "/sys/bus/pci/devices"
 _DRIVER_GPUS = "/proc/driver/nvidia/gpus"
@@ -195,23 +203,33 @@ def _count_pci_gpus(reader: Reader, *, computing: bool = False) -> Mapping[str, 
         pci_class = reader.text(f"{_PCI}/{address}/class") or ""
         vendor = reader.text(f"{_PCI}/{address}/vendor") or ""
         maker = _MAKERS.get(vendor, "")
-        # Most servers have a service processor with a simple display adapter, and many Intel processors have
-        # one as well. So plain displays count only for the makers in the table, and not for Intel.
-        if not maker:
-            classes: tuple[str, ...] = (_CLASS_3D, _CLASS_ACCELERATOR)
-        elif maker == "Intel" or (computing and maker == "AMD"):
-            classes = (_CLASS_3D, _CLASS_ACCELERATOR, _CLASS_OTHER_DISPLAY)
-        else:
-            classes = (_CLASS_DISPLAY, _CLASS_ACCELERATOR)
         # The class is a text such as 0x030200. Its first digits are the kind of the device.
-        # 0x03 is any display adapter, and 0x0302 (3D) one without a display.
-        if pci_class.startswith(classes):
+        if pci_class.startswith(_list_gpu_classes(maker, computing=computing)):
             counts[maker or f"vendor {vendor}"] += 1
     return counts
 
 
+def _list_gpu_classes(maker: str, *, computing: bool) -> tuple[str, ...]:
+    """Return the first digits of the PCI classes by which devices of `maker` count as GPUs.
+
+    `maker` is empty if the maker is not in the table of makers. With `computing`, an AMD card for displays
+    does not count, because it may not support computing.
+    """
+    # "3D" is the class of a GPU without a display.
+    if not maker:
+        # Most servers have a service processor with a plain display adapter, which must not count.
+        return (_DISPLAY_3D, _ACCELERATOR)
+    if maker == "Intel" or (maker == "AMD" and computing):
+        # Many Intel processors have a plain display adapter as well.
+        return (_DISPLAY_3D, _ACCELERATOR, _OTHER_DISPLAY)
+    return (_ANY_DISPLAY, _ACCELERATOR)
+
+
 def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
     """Return the end of a message for a node without usable GPUs: which GPUs /dev, /proc and /sys show.
+
+    If all of them are of other makers, the last part says that imgkit uses NVIDIA GPUs only. An example is
+    ``; /dev: kfd dri; /sys/bus/pci/devices: 4 of AMD; imgkit uses NVIDIA GPUs only``.
 
     Parameters
     ----------
@@ -229,8 +247,8 @@ def _describe_hidden_gpus(reader: Reader, has_files: bool) -> str:
         evidence.append(f"{_PCI}: {', '.join(makers)}")
     has_nvidia = has_files or driver_gpus or "NVIDIA" in counts
     # /dev/dri alone does not show a GPU for computing, because every display adapter creates it.
-    has_others = counts or other_files not in ((), ("dri",))
-    if has_others and not has_nvidia:
+    has_accelerator_file = other_files not in ((), ("dri",))
+    if not has_nvidia and (counts or has_accelerator_file):
         evidence.append(ONLY_NVIDIA)
     # The result is appended to other evidence, so each part begins with a semicolon.
     return "".join(f"; {clause}" for clause in evidence)
@@ -262,22 +280,39 @@ def count_gpus(reader: Reader, env: Mapping[str, str], inaccessible: Mapping[str
     ----------
     inaccessible : device files that cannot be opened, with the reasons (`software.inaccessible_gpus`).
     """
-    files = reader.names("/dev", NVIDIA_FILES)
+    names = reader.names("/dev", NVIDIA_FILES)
     # CUDA does not count a GPU whose device file it cannot open.
-    devices = tuple(name for name in files if f"/dev/{name}" not in inaccessible)
-    setting = env.get("CUDA_VISIBLE_DEVICES")
-    if devices and setting is not None:
-        return _count_selected_gpus(setting, devices)
-    evidence = f"/dev: {' '.join(files) or 'no nvidia device'}"
-    if inaccessible:
-        excluded = f"{len(inaccessible)} of them " if devices else ""
-        reason, *_ = inaccessible.values()  # the reason is the same for all of them
-        evidence += f", but {excluded}{reason}"
-    if devices:
-        return VisibleGpus(len(devices), evidence)
+    usable_names = tuple(name for name in names if f"/dev/{name}" not in inaccessible)
+    setting = env.get("CUDA_VISIBLE_DEVICES")  # None: all GPUs are visible. "": no GPU is visible
+    if usable_names and setting is not None:
+        return _count_selected_gpus(setting, usable_names)
+    evidence = _describe_device_files(names, usable_names, inaccessible)
+    if usable_names:
+        return VisibleGpus(len(usable_names), evidence)
     if setting is not None:
         evidence = f"CUDA_VISIBLE_DEVICES={setting!r}, {evidence}"
-    return VisibleGpus(0, evidence + _describe_hidden_gpus(reader, bool(files)))
+    return VisibleGpus(0, evidence + _describe_hidden_gpus(reader, bool(names)))
+
+
+def _describe_device_files(
+    names: Sequence[str], usable_names: Sequence[str], inaccessible: Mapping[str, str]
+) -> str:
+    """Return the evidence that the device files of NVIDIA GPUs give.
+
+    An example is ``/dev: nvidia0 nvidia1, but 1 of them not accessible to this process``.
+
+    Parameters
+    ----------
+    usable_names : those of `names` that can be opened.
+    inaccessible : device files that cannot be opened, with the reasons.
+    """
+    evidence = f"/dev: {' '.join(names) or 'no nvidia device'}"
+    if not inaccessible:
+        return evidence
+    reason, *_ = inaccessible.values()  # the reason is the same for all of them
+    # Without a usable file, the reason is about all of them.
+    count_text = f"{len(inaccessible)} of them " if usable_names else ""
+    return f"{evidence}, but {count_text}{reason}"
 
 
 def _count_selected_gpus(setting: str, devices: Sequence[str]) -> VisibleGpus:

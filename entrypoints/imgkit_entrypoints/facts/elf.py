@@ -23,13 +23,13 @@ _MAX_NAMES_BYTES = 8 << 20
 """Largest size of the string table. That of a large C++ library has 3 MB."""
 _MAX_NAME_BYTES = 1024
 
-# Constants from elf.h: the file type ET_DYN, the segment types PT_LOAD and PT_DYNAMIC, and the tags
-# DT_NEEDED, ...
+# Constants from elf.h: the file type ET_DYN, the segment types PT_LOAD and PT_DYNAMIC, and the tags of the
+# dynamic section.
 _SHARED_OBJECT = 3
 _LOAD, _DYNAMIC = 1, 2
-_NEEDED, _STRTAB, _STRSZ, _SONAME, _RPATH, _RUNPATH = 1, 5, 10, 14, 15, 29
-_VERDEF, _VERDEFNUM, _VERNEED, _VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
-_WEAK, _BASE = 2, 1
+_DT_NEEDED, _DT_STRTAB, _DT_STRSZ, _DT_SONAME, _DT_RPATH, _DT_RUNPATH = 1, 5, 10, 14, 15, 29
+_DT_VERDEF, _DT_VERDEFNUM, _DT_VERNEED, _DT_VERNEEDNUM = 0x6FFFFFFC, 0x6FFFFFFD, 0x6FFFFFFE, 0x6FFFFFFF
+_WEAK_FLAG, _BASE_FLAG = 2, 1
 """VER_FLG_WEAK and VER_FLG_BASE. A weak version may be missing. The base version is the name of the file."""
 # Layouts for `struct` with the fields that are read. "x" skips a byte of a field that is not needed.
 # Elf64_Verneed: vn_cnt, vn_file, vn_aux, vn_next. Elf64_Vernaux: vna_flags, vna_name, vna_next. Elf64_Verdef:
@@ -134,7 +134,7 @@ class _Object:
             raise NotShared("became shorter while it was read")
         return data
 
-    def offset(self, address: int) -> int:
+    def find_offset(self, address: int) -> int:
         """Return the offset in the file of the byte that is loaded to `address` in memory.
 
         Raises
@@ -150,7 +150,9 @@ class _Object:
     def parse(self) -> SharedObject:
         """Return the names and symbol versions of the file, as its dynamic section describes them.
 
-        The dynamic section is the table from which the dynamic linker learns how to load the file.
+        The dynamic section is the table from which the dynamic linker learns how to load the file. Each entry
+        has a tag, such as DT_SONAME, and a number. If the entry stands for a name, the number is the position
+        of the name in the file's table of names.
 
         Raises
         ------
@@ -158,25 +160,37 @@ class _Object:
         """
         section = self._read_dynamic_section()
         values = {tag: tag_values[0] for tag, tag_values in section.items()}  # most tags have one value
-        # The sizes come from the file, which may be damaged, so each is checked before anything is read.
-        if _STRTAB not in values or not 0 < values.get(_STRSZ, 0) <= _MAX_NAMES_BYTES:
-            raise NotShared("has no table of names, or one that is too large")
-        names = self.read(self.offset(values[_STRTAB]), values[_STRSZ])
+        name_table = self._read_name_table(values)
 
         def read_name(tag: int) -> str:
-            return _name(names, values[tag]) if tag in values else ""
+            return _read_name(name_table, values[tag]) if tag in values else ""
 
-        runpath = tuple(filter(None, read_name(_RUNPATH).split(":")))
-        rpath = tuple(filter(None, read_name(_RPATH).split(":")))
+        runpath = tuple(filter(None, read_name(_DT_RUNPATH).split(":")))
+        rpath = tuple(filter(None, read_name(_DT_RPATH).split(":")))
         return SharedObject(
             machine=self.machine,
-            soname=read_name(_SONAME),
-            needed=tuple(_name(names, offset) for offset in section.get(_NEEDED, ())),
+            soname=read_name(_DT_SONAME),
+            needed=tuple(_read_name(name_table, position) for position in section.get(_DT_NEEDED, ())),
             rpath=() if runpath else rpath,  # the dynamic linker ignores RPATH if there is a RUNPATH
             runpath=runpath,
-            needs=self._read_needed_versions(names, values),
-            defines=tuple(self._read_defined_versions(names, values)),
+            needs=self._read_needed_versions(name_table, values),
+            defines=tuple(self._read_defined_versions(name_table, values)),
         )
+
+    def _read_name_table(self, values: Mapping[int, int]) -> bytes:
+        """Return the string table, in which other tables refer to a name by its position.
+
+        `values` are the numbers in the dynamic section by tag: DT_STRTAB is the address of the table in
+        memory, and DT_STRSZ its size in bytes.
+
+        Raises
+        ------
+        NotShared : there is no such table, or it is larger than its limit.
+        """
+        size_bytes = values.get(_DT_STRSZ, 0)
+        if _DT_STRTAB not in values or not 0 < size_bytes <= _MAX_NAMES_BYTES:
+            raise NotShared("has no table of names, or one that is too large")
+        return self.read(self.find_offset(values[_DT_STRTAB]), size_bytes)
 
     def _read_dynamic_section(self) -> Mapping[int, list[int]]:
         """Return the entries of the dynamic section, as lists of values by tag.
@@ -224,62 +238,82 @@ class _Object:
                 return
             offset += next_offset
 
-    def _read_needed_versions(self, names: bytes, values: Mapping[int, int]) -> Mapping[str, tuple[str, ...]]:
+    def _read_needed_versions(
+        self, name_table: bytes, values: Mapping[int, int]
+    ) -> Mapping[str, tuple[str, ...]]:
         """Return the symbol versions that this file needs, by library: ``{"libc.so.6": ("GLIBC_2.34",)}``.
 
         The versions are in the table .gnu.version_r, which is a list of libraries. Each library has a list of
-        versions. Weak versions are left out, because the file can be loaded without them.
+        versions.
 
         Parameters
         ----------
-        names : the string table of the file, in which other tables refer to a name by its offset.
-        values : the values of the dynamic section by tag. A tag is a number that says what a value means.
+        name_table : the string table, in which other tables refer to a name by its position.
+        values : the numbers in the dynamic section by tag: DT_VERNEED is the address of the list in memory,
+            and DT_VERNEEDNUM its length.
         """
-        if not values.get(_VERNEED):  # the file has no such table
+        if not values.get(_DT_VERNEED):  # the file has no such table
             return {}
         versions: dict[str, list[str]] = {}
         total = 0
-        libraries = self._read_list(self.offset(values[_VERNEED]), values.get(_VERNEEDNUM, 0), _VERNEED_ENTRY)
-        for offset, (version_count, library_name_offset, first_version) in libraries:
+        list_offset, library_count = self.find_offset(values[_DT_VERNEED]), values.get(_DT_VERNEEDNUM, 0)
+        libraries = self._read_list(list_offset, library_count, _VERNEED_ENTRY)
+        for library_offset, (version_count, name_position, first_version) in libraries:
             # `_read_list` limits each list. This limits all lists together, in case the file is damaged.
             total += version_count
             if total > _MAX_ENTRIES:
                 raise NotShared(f"has a table of more than {_MAX_ENTRIES} versions")
-            library_versions = versions.setdefault(_name(names, library_name_offset), [])
-            for _, (flags, name_offset) in self._read_list(
-                offset + first_version, version_count, _VERNAUX_ENTRY
-            ):
-                if not flags & _WEAK:
-                    library_versions.append(_name(names, name_offset))
+            library_versions = versions.setdefault(_read_name(name_table, name_position), [])
+            # The position of the first version is counted from the library's entry.
+            version_positions = self._read_strong_versions(library_offset + first_version, version_count)
+            library_versions += [_read_name(name_table, position) for position in version_positions]
         return {library: tuple(items) for library, items in versions.items()}
 
-    def _read_defined_versions(self, names: bytes, values: Mapping[int, int]) -> Iterator[str]:
+    def _read_strong_versions(self, offset: int, count: int) -> Iterator[int]:
+        """Yield the position of each version's name in the table of names, for one library.
+
+        The list of versions has `count` entries and begins at `offset` in the file. Weak versions are left
+        out, because the file can be loaded without them.
+        """
+        for _, (flags, name_position) in self._read_list(offset, count, _VERNAUX_ENTRY):
+            is_weak = flags & _WEAK_FLAG
+            if not is_weak:
+                yield name_position
+
+    def _read_defined_versions(self, name_table: bytes, values: Mapping[int, int]) -> Iterator[str]:
         """Yield the symbol versions that this file defines (table .gnu.version_d), such as ``GLIBC_2.34``.
 
-        The base version is left out, because it is only the name of the file. `names` is the string table,
-        and `values` are the values of the dynamic section by tag.
+        Parameters
+        ----------
+        name_table : the string table, in which other tables refer to a name by its position.
+        values : the numbers in the dynamic section by tag: DT_VERDEF is the address of the list in memory,
+            and DT_VERDEFNUM its length.
         """
-        if not values.get(_VERDEF):
+        if not values.get(_DT_VERDEF):  # the file has no such table
             return
-        versions = self._read_list(self.offset(values[_VERDEF]), values.get(_VERDEFNUM, 0), _VERDEF_ENTRY)
-        for offset, (flags, name_count, first_name_offset) in versions:
-            # Of a version's names, the first is its own. The others are the versions that it extends.
-            if name_count and not flags & _BASE:
-                (name_offset,) = struct.unpack("<I", self.read(offset + first_name_offset, 4))
-                yield _name(names, name_offset)
+        list_offset, version_count = self.find_offset(values[_DT_VERDEF]), values.get(_DT_VERDEFNUM, 0)
+        versions = self._read_list(list_offset, version_count, _VERDEF_ENTRY)
+        for version_offset, (flags, name_count, first_name) in versions:
+            is_base = flags & _BASE_FLAG  # the base version is only the name of the file
+            if is_base or name_count == 0:
+                continue
+            # Of a version's names, the first is its own. The others are the versions that it extends. The
+            # position of the first name's entry is counted from the version's entry.
+            (name_position,) = struct.unpack("<I", self.read(version_offset + first_name, 4))
+            yield _read_name(name_table, name_position)
 
 
-def _name(names: bytes, offset: int) -> str:
-    """Return the name at `offset` in the string table `names`. Each name ends with a zero byte.
+def _read_name(name_table: bytes, position: int) -> str:
+    """Return the name at `position` in the string table of a file. Each name ends with a zero byte.
 
     Raises
     ------
-    NotShared : the table has no name at this offset, or the name contains control characters.
+    NotShared : the table has no name at this position, or the name contains control characters.
     """
-    end = names.find(b"\0", offset, offset + _MAX_NAME_BYTES)
-    if offset >= len(names) or end < 0:
+    end = name_table.find(b"\0", position, position + _MAX_NAME_BYTES)
+    if position >= len(name_table) or end < 0:
         raise NotShared("names something outside its table of names")
-    text = names[offset:end].decode("utf-8", "backslashreplace")
+    text = name_table[position:end].decode("utf-8", "backslashreplace")
     # Names are printed in reports, and a control character could change what a terminal shows.
     if not text.isprintable():
         raise NotShared("has a name with control characters")

@@ -29,11 +29,11 @@ ERRORS = (
     "excessive_buffer_overrun_errors",
 )
 """Counters that grow with a bad cable or switch (Linux, Documentation/ABI/stable/sysfs-class-infiniband)."""
-GTps_Gbps = ((64.0, 242 / 256), (8.0, 128 / 130), (0.0, 8 / 10))
+_PCIE_ENCODINGS = ((64.0, 242 / 256), (8.0, 128 / 130), (0.0, 8 / 10))
 """Lowest speed of a lane in GT/s (transfers per second), and the share of the transfers that carries data.
 
 The share depends on PCIe's encoding, which changed in generation 6 (242 of 256 bytes) and 3 (128b/130b).
-Generation 1 introduced 8b/10b.
+Generation 1 introduced 8b/10b. The fastest generation comes first.
 """
 
 
@@ -59,9 +59,9 @@ class PcieLink:
         if match is None:
             return None
         lane_GTps = float(match[1])
-        for least_GTps, share in GTps_Gbps:  # the newest generation of PCIe comes first
+        for least_GTps, data_share in _PCIE_ENCODINGS:  # the fastest encoding comes first
             if lane_GTps >= least_GTps:
-                return lane_GTps * share * self.width or None  # 0 lanes: unknown
+                return lane_GTps * data_share * self.width or None  # 0 lanes: unknown
         return None
 
 

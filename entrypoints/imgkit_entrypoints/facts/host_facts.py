@@ -112,14 +112,15 @@ class RdmaDevice:
         ``0000:17:00.0``. Virtual functions (shares of a card) also differ in the two digits before it. If the
         PCI address is unknown, return the device's name.
         """
-        _, _, address = self.pci.rpartition("/")
+        _, _, address = self.pci.rpartition("/")  # "0000:17:00.1"
         if not address:
             return self.name
-        slot, _, _ = address.rpartition(".")
-        if self.physical:
-            bus, _, _ = slot.rpartition(":")
-            return f"{bus}:00.0"
-        return f"{slot}.0"
+        slot, _, _ = address.rpartition(".")  # "0000:17:00"
+        is_virtual = self.physical != ""
+        if not is_virtual:
+            return f"{slot}.0"
+        bus, _, _ = slot.rpartition(":")  # "0000:17"
+        return f"{bus}:00.0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -110,7 +110,12 @@ def find_host_libraries(reader: Reader, recipe: SystemFacts, env: Mapping[str, s
     # The image's C library is always needed: its version decides whether a library of the host can be loaded.
     for name in (*FABRIC_LIBRARIES, "libc.so.6"):
         search.add(name)  # this also adds all libraries that the host's file needs
-    return HostLibraries(source=source, bound=True, host=tuple(search.host), image=tuple(search.image))
+    return HostLibraries(
+        source=source,
+        bound=True,
+        host=tuple(search.host_candidates),
+        image=tuple(search.image_candidates),
+    )
 
 
 def _list_host_folders(reader: Reader, first: Sequence[str]) -> tuple[str, ...]:
@@ -133,9 +138,9 @@ class _Search:
     reader: Reader
     host_folders: tuple[str, ...]
     image_folders: tuple[str, ...]
-    host: list[Candidate] = field(default_factory=list)
-    image: list[Candidate] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
+    host_candidates: list[Candidate] = field(default_factory=list)
+    image_candidates: list[Candidate] = field(default_factory=list)
+    seen_names: set[str] = field(default_factory=set)
 
     def add(self, name: str, requester_folders: Sequence[str] = ()) -> None:
         """Add the image's and the host's file for `name`, and then the libraries that the host's file needs.
@@ -145,16 +150,18 @@ class _Search:
         requester_folders : folders of the host to search first. They come from the RPATH and RUNPATH of the
             library that needs this library.
         """
-        # Each library is added once, because libraries may need each other in a circle. The dynamic linker
-        # opens a name with a slash as a path, without a search.
-        if name in self.seen or len(self.seen) >= _MAX_LIBRARIES or "/" in name:
+        if name in self.seen_names:  # libraries may need each other in a circle
             return
-        self.seen.add(name)
+        if "/" in name:  # the dynamic linker opens such a name as a path, without a search
+            return
+        if len(self.seen_names) >= _MAX_LIBRARIES:  # the host's files may be damaged
+            return
+        self.seen_names.add(name)
         # In each list of folders, only the first file counts, as for the dynamic linker.
         for folder in self.image_folders:
             path = f"{folder}/{name}"
             if self.reader.exists(path):
-                self.image.append(self._read(name, path, self.reader.target(path)))
+                self.image_candidates.append(self._read(name, path, self.reader.target(path)))
                 break
         if name in IMAGE_LIBRARIES:  # such as the C library, which must never come from the host
             return
@@ -166,21 +173,26 @@ class _Search:
                 break
 
     def _add_host_library(self, name: str, path: str) -> None:
-        """Add the host's file `path` for the library `name`, and then the libraries that the file needs."""
+        """Add the host's file `path` for the library `name`, and then all libraries that the file needs.
+
+        `add` calls this method, and this method calls `add` for each library that is needed. This ends
+        because `add` ignores a name that it has seen before.
+        """
         # The path on the host to which all links lead. In the container, the same file is below `HOST`.
         target = _follow_on_host(self.reader, path)
-        library = self._read(name, path, f"{HOST}{target}" if target else "")
-        self.host.append(library)
-        if library.object is None:
+        candidate = self._read(name, path, f"{HOST}{target}" if target else "")
+        self.host_candidates.append(candidate)
+        shared_object = candidate.object
+        if shared_object is None:  # the file cannot be read, so its needs are unknown
             return
         # The dynamic linker searches these folders for the libraries that this file needs.
         origin = str(PurePosixPath(target).parent)
         folders = []
-        for folder in (*library.object.rpath, *library.object.runpath):
+        for folder in (*shared_object.rpath, *shared_object.runpath):
             # $ORIGIN is the folder of the library itself, as in "$ORIGIN/../lib".
             folders.append(folder.replace("$ORIGIN", origin).replace("${ORIGIN}", origin))
-        for needed in library.object.needed:
-            self.add(needed, folders)
+        for needed_name in shared_object.needed:
+            self.add(needed_name, folders)
 
     def _read(self, name: str, path: str, target: str) -> Candidate:
         """Read the library in the file `target`. If this fails, the result contains the reason.

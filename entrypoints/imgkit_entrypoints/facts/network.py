@@ -82,20 +82,20 @@ def _assign_ipv4_addresses(reader: Reader, names: Sequence[str]) -> Mapping[str,
     order. An interface may then get the address of another one, but callers mostly need to know that each has
     an address.
     """
-    # Each address is removed from this list when it is assigned, so that it is assigned only once.
-    unassigned = list(_find_local_addresses(reader.text("/proc/net/fib_trie") or ""))
-    addresses = {"lo": tuple(address_text for address_text in unassigned if address_text.startswith("127."))}
-    interfaces = _group_interfaces_by_network(reader, names)
+    local_addresses = _find_local_addresses(reader.text("/proc/net/fib_trie") or "")
+    loopback = tuple(address for address in local_addresses if address.startswith("127."))
+    addresses_by_interface = {"lo": loopback}
+    unassigned = [address for address in local_addresses if address not in loopback]
+    interfaces_by_network = _group_interfaces_by_network(reader, names)
     # Small networks come first, so that an address in a /24 is not assigned to a /16 that contains the /24.
-    for network in sorted(interfaces, key=lambda network: -network.prefixlen):
-        inside = [
-            address_text for address_text in unassigned if ipaddress.IPv4Address(address_text) in network
-        ]
-        unassigned = [address_text for address_text in unassigned if address_text not in inside]
-        # If there are more addresses than interfaces, begin again with the first interface.
-        for address, interface in zip(inside, itertools.cycle(interfaces[network])):
-            addresses[interface] = (*addresses.get(interface, ()), address)
-    return addresses
+    for network in sorted(interfaces_by_network, key=lambda network: -network.prefixlen):
+        inside = [address for address in unassigned if ipaddress.IPv4Address(address) in network]
+        # Each address is assigned only once.
+        unassigned = [address for address in unassigned if address not in inside]
+        # If there are more addresses than interfaces, `cycle` begins again with the first interface.
+        for address, interface in zip(inside, itertools.cycle(interfaces_by_network[network])):
+            addresses_by_interface[interface] = (*addresses_by_interface.get(interface, ()), address)
+    return addresses_by_interface
 
 
 def _group_interfaces_by_network(
@@ -105,16 +105,17 @@ def _group_interfaces_by_network(
 
     A direct route has no gateway, so this node is itself in the network.
     """
-    interfaces: dict[ipaddress.IPv4Network, list[str]] = {}
+    interfaces_by_network: dict[ipaddress.IPv4Network, list[str]] = {}
     for route in read_routes(reader):
         is_direct = route.gateway == "0.0.0.0" and route.network != "0.0.0.0/0"  # noqa: S104
-        if is_direct and route.interface in names:
-            network = ipaddress.IPv4Network(route.network)
-            # An interface may have several routes to a network, but must be in the list only once: addresses
-            # are assigned to the interfaces of a list in turn.
-            if route.interface not in interfaces.setdefault(network, []):
-                interfaces[network].append(route.interface)
-    return interfaces
+        if not is_direct or route.interface not in names:
+            continue
+        interfaces = interfaces_by_network.setdefault(ipaddress.IPv4Network(route.network), [])
+        # An interface may have several routes to a network, but is listed once. Otherwise it would get more
+        # than its share of the addresses (`_assign_ipv4_addresses`).
+        if route.interface not in interfaces:
+            interfaces.append(route.interface)
+    return interfaces_by_network
 
 
 def _find_local_addresses(trie: str) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from imgkit_entrypoints.errors import UsageError
 
 # Number of bytes to request in one read.
 _PIECE_BYTES = 1 << 16
-_MOST_BYTES = 4 << 20
+_MAX_BYTES = 4 << 20
 """Approximate limit for the size of a file, after which reading stops. Files of sysfs are at most a page."""
 
 
@@ -64,33 +64,28 @@ class Reader:
         return None if content is None else content.decode("utf-8", "replace").strip()
 
     def content(self, path: str) -> bytes | None:
-        """Return the bytes of a file, or None if it cannot be read.
+        """Return the bytes of a file, or None if it cannot be read. Files over 4 MiB are cut.
 
         A saved tree of files (``IMGKIT_ROOT``) may come from another person. A link that leads out of the
         tree is not followed, because it would reveal a file of this machine.
         """
         try:
-            if not self.live and not self._holds(path):
+            if not self.live and not self._is_file_below_root(path):
                 return None
-            # os.open instead of pathlib, which is too slow: a launch waits until thousands of GID slots are
-            # read. O_NONBLOCK and the limit of the size guard against a tree with a FIFO or a link to
-            # /dev/zero.
-            handle = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # noqa: TID251
+            # os.open instead of pathlib, which is too slow: a launch reads thousands of small files.
+            # O_NONBLOCK and the limit of the size guard against a tree with a FIFO or a link to /dev/zero.
+            descriptor = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # noqa: TID251
             try:
-                content = bytearray()
-                # A read of a file in /proc returns at most a page, even if it requests more.
-                while (chunk := os.read(handle, _PIECE_BYTES)) and len(content) < _MOST_BYTES:
-                    content += chunk
-                return bytes(content)
+                return _read_descriptor(descriptor)
             finally:
-                os.close(handle)
-        except (OSError, ValueError):
+                os.close(descriptor)
+        except (OSError, ValueError):  # ValueError: the path contains a zero byte
             return None
 
-    def _holds(self, path: str) -> bool:
+    def _is_file_below_root(self, path: str) -> bool:
         """Return whether `path` leads to a regular file below `root` after all links are resolved."""
         real = os.path.realpath(f"{self.root}/{path}")  # pathlib would be too slow, as in `content`
-        return real.startswith(_resolve_links(self.root)) and Path(real).is_file()
+        return real.startswith(_resolve_folder(self.root)) and Path(real).is_file()
 
     def number(self, path: str) -> int | None:
         """Return the content of a file as an integer, or None if the content is not an integer."""
@@ -130,14 +125,23 @@ class Reader:
         if not self.exists(path):
             return ""
         target = os.path.realpath(self.real_path(path))
-        root = _resolve_links(self.root)
-        if target.startswith(root):
-            return f"/{target.removeprefix(root)}"
+        root_prefix = _resolve_folder(self.root)  # "/tmp/tree/", or "/" for this machine
+        if target.startswith(root_prefix):
+            return f"/{target.removeprefix(root_prefix)}"
         return target
 
 
+def _read_descriptor(descriptor: int) -> bytes:
+    """Return the content of an open file, but not much more than `_MAX_BYTES` of it."""
+    content = bytearray()
+    # A read of a file in /proc returns at most a page, even if it requests more.
+    while (chunk := os.read(descriptor, _PIECE_BYTES)) and len(content) < _MAX_BYTES:
+        content += chunk
+    return bytes(content)
+
+
 @functools.lru_cache(maxsize=8)
-def _resolve_links(folder: Path) -> str:
+def _resolve_folder(folder: Path) -> str:
     """Return the path of a folder with all links resolved, and with a slash at its end."""
     return os.path.realpath(folder).rstrip("/") + "/"
 

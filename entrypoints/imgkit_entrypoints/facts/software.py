@@ -38,7 +38,7 @@ LIBRARIES = (
 
 _CUDA = "libcuda.so.1"
 _CUDART = "libcudart.so"
-_INITIALIZING = b"Initializing aws-ofi-nccl "
+_BEFORE_VERSION = b"Initializing aws-ofi-nccl "
 """Part of a message of aws-ofi-nccl. In the plug-in's file, the version directly follows this text."""
 _PLUGIN_VERSION = re.compile(rb"[0-9]{1,9}(?:\.[0-9]{1,9})*")
 
@@ -75,7 +75,7 @@ def find_libraries(
     """
     folders = library_folders(reader, env)
     libraries = []
-    inspected: dict[str, tuple[str, str]] = {}
+    inspected: dict[str, LibraryDetails] = {}
     for name in dict.fromkeys((*LIBRARIES, *plugin_files)):
         path = _find_file(reader, name, folders)
         if path:
@@ -104,27 +104,48 @@ def _find_file(reader: Reader, name: str, folders: Sequence[str]) -> str:
     return ""
 
 
-def inspect_library(reader: Reader, name: str, target: str) -> tuple[str, str]:
+class LibraryDetails(NamedTuple):
+    """What is found in the files of libfabric and of NCCL's plug-in aws-ofi-nccl. A text may be empty."""
+
+    version: str = ""
+    opens: str = ""
+    """See `Library.opens`."""
+
+
+def inspect_library(reader: Reader, name: str, target: str) -> LibraryDetails:
     """Return the version of libfabric or aws-ofi-nccl, and the library that aws-ofi-nccl opens at run time.
 
     For libfabric, the second text is "". For other libraries, both texts are "".
+
+    Parameters
+    ----------
+    name : the name under which programs open the library, such as ``libnccl-net.so``.
+    target : the file of the library.
     """
     if name.startswith("libfabric."):
-        return _find_libfabric_version(reader, target), ""
+        return LibraryDetails(_find_libfabric_version(reader, target))
     if not name.startswith("libnccl-net"):
-        return "", ""
-    # The version of the plug-in is only found in its file. `find` is used because a regular expression for
-    # the whole text would take twice as long.
+        return LibraryDetails()
     content = reader.content(target) or b""
-    start = content.find(_INITIALIZING)
-    if start < 0:
-        return "", ""
-    version = _PLUGIN_VERSION.match(content, start + len(_INITIALIZING))
-    if version is None:
-        return "", ""
+    version = _find_plugin_version(content)
+    if not version:  # another plug-in of NCCL
+        return LibraryDetails()
     # A program that opens a library by name contains the name between zero bytes.
-    opens = _CUDART if f"\0{_CUDART}\0".encode() in content else ""
-    return version[0].decode(), opens
+    has_cudart_name = f"\0{_CUDART}\0".encode() in content
+    return LibraryDetails(version, _CUDART if has_cudart_name else "")
+
+
+def _find_plugin_version(content: bytes) -> str:
+    """Return the version of aws-ofi-nccl in the content of its file, or "" if it is another plug-in.
+
+    The file contains the text ``Initializing aws-ofi-nccl 1.9.1``, a message of the plug-in.
+    """
+    # `find` is used because a regular expression for the whole text would take twice as long.
+    start = content.find(_BEFORE_VERSION)
+    if start < 0:
+        return ""
+    match = _PLUGIN_VERSION.match(content, start + len(_BEFORE_VERSION))
+    return match[0].decode() if match else ""
 
 
 def _find_libfabric_version(reader: Reader, target: str) -> str:
@@ -268,11 +289,8 @@ def torch_version(reader: Reader) -> str:
     The version is read from the file torch/version.py. An import of torch would take seconds, and
     importlib.metadata would take a quarter of imgkit's start-up time.
     """
-    match = _VERSION_LINE.search(_find_torch_version_file(reader)[1])
-    return match[1] if match else ""
-
-
-_VERSION_LINE = re.compile(r"^__version__ = '([^']+)'", re.MULTILINE)
+    _, text = _find_torch_version_file(reader)
+    return _find_assigned_text(text, "__version__")
 
 
 def _find_torch_version_file(reader: Reader) -> tuple[str, str]:
@@ -282,17 +300,25 @@ def _find_torch_version_file(reader: Reader) -> tuple[str, str]:
     """
     for folder in _list_python_folders():
         path = f"{folder}/torch/version.py"
-        text = reader.text(path)
-        if text and _VERSION_LINE.search(text):
+        text = reader.text(path) or ""
+        if _find_assigned_text(text, "__version__"):
             return path, text
     return "", ""
 
 
+def _find_assigned_text(text: str, name: str) -> str:
+    """Return the text that torch's version.py assigns to a variable, or "" if it assigns none.
+
+    The line for `name` is ``__version__ = '2.3.0'``, ``cuda: Optional[str] = '12.4'`` or ``hip = None``.
+    """
+    match = re.search(rf"^{name}(?:: [^=\n]+)? = '([^'\n]+)'", text, re.MULTILINE)
+    return match[1] if match else ""
+
+
 def torch_cuda(reader: Reader) -> str:
     """Return the version of CUDA for which torch is built, or "" if torch is built for CPUs only."""
-    # "cuda: Optional[str] = '12.4'", or "cuda = None"
-    match = re.search(r"^cuda(?:: [^=\n]+)? = '([^'\n]+)'", _find_torch_version_file(reader)[1], re.MULTILINE)
-    return match[1] if match else ""
+    _, text = _find_torch_version_file(reader)
+    return _find_assigned_text(text, "cuda")
 
 
 def _list_python_folders() -> tuple[str, ...]:
@@ -308,8 +334,8 @@ def rocm_evidence(reader: Reader) -> str:
     """
     path, text = _find_torch_version_file(reader)
     if path:
-        hip = re.search(r"^hip(?:: [^=\n]+)? = '([^'\n]+)'", text, re.MULTILINE)
-        return f"{path}: hip = {hip[1]}" if hip else ""
+        hip_version = _find_assigned_text(text, "hip")
+        return f"{path}: hip = {hip_version}" if hip_version else ""
     return next((path for path in ("/opt/rocm/.info/version", "/opt/rocm") if reader.exists(path)), "")
 
 
@@ -378,15 +404,18 @@ def _is_linked_to_wheel(reader: Reader) -> bool:
 
     If it does, the folder of the wheel is in the RPATH or RUNPATH of torch's library. These are lists of
     folders in which the dynamic linker searches. The torch of an NGC image uses the library path, even if
-    another package has installed the wheel. If torch's library cannot be read, return True.
+    another package has installed the wheel.
+
+    If torch's library cannot be read, the result is True, because a wheel of NCCL is usually installed with a
+    torch that uses it.
     """
-    path, _ = _find_torch_version_file(reader)
-    folder, _, _ = path.rpartition("/")
+    version_file, _ = _find_torch_version_file(reader)  # "" without torch, so the library is not found below
+    torch_folder, _, _ = version_file.rpartition("/")
     try:
-        library = elf.read(reader.real_path(f"{folder}/lib/libtorch_cuda.so"))
+        library = elf.read(reader.real_path(f"{torch_folder}/lib/libtorch_cuda.so"))
     except (OSError, elf.NotShared):
         return True
-    return any("nvidia/nccl" in path for path in (*library.rpath, *library.runpath))
+    return any("nvidia/nccl" in folder for folder in (*library.rpath, *library.runpath))
 
 
 def _version(text: str) -> str:
@@ -436,7 +465,7 @@ def absent_files(reader: Reader, env: Mapping[str, str]) -> tuple[tuple[str, str
     return tuple(problems)
 
 
-def peermem(reader: Reader) -> str:
+def find_peermem(reader: Reader) -> str:
     """Return evidence of the kernel module for GPUDirect RDMA, or "" if the module is not loaded.
 
     The evidence is the path of the module's version file and its content. NCCL looks for the module at the
@@ -453,7 +482,7 @@ def peermem(reader: Reader) -> str:
     return ""
 
 
-def dmabuf(reader: Reader) -> bool:
+def supports_dmabuf(reader: Reader) -> bool:
     """Return whether NICs can read GPU memory through DMA-BUF, a mechanism of the kernel.
 
     This requires the open kernel module of NVIDIA's driver, and Linux 5.12 or later.
@@ -467,7 +496,7 @@ _CAP_SYS_NICE = 1 << 23
 """The bit of CAP_SYS_NICE in CapEff (include/uapi/linux/capability.h of Linux)."""
 
 
-def numa_fault(reader: Reader) -> str:
+def find_numa_fault(reader: Reader) -> str:
     """Return evidence that the container's system call filter refuses NUMA calls, or "" if it does not.
 
     Docker's filter allows these calls only to a process with CAP_SYS_NICE.

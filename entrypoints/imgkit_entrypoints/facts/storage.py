@@ -11,40 +11,40 @@ from imgkit_entrypoints import files
 from imgkit_entrypoints.facts.reader import Reader
 
 # Size of each file of the measurement.
-WRITTEN_BYTES = 16 << 20
-TURNS = 3
+FILE_BYTES = 16 << 20
+MAX_FILE_COUNT = 3
 """Number of files. Only the fastest counts, because other programs may keep the disk busy for a moment."""
-ENOUGH_S = 2.0
+TIME_LIMIT_S = 2.0
 """Time in seconds after which no further file is written."""
 _PIECE = bytes(1 << 20)
 
 
-def write_MBps(folder: Path) -> float:
+def measure_write_MBps(folder: Path) -> float:
     """Measure the speed of writing new files to `folder`, and return it in MB/s (1e6 bytes a second).
 
-    Several files are written one after the other, and the fastest counts. The time includes the wait until
-    the file is on the disk (fsync). No files are left behind.
+    Up to three files of 16 MiB are written one after the other, and the fastest counts. The time includes the
+    wait until the file is on the disk (fsync). No files are left behind.
 
     Raises
     ------
     OSError : a file cannot be written.
     """
-    deadline_s = time.perf_counter() + ENOUGH_S
-    seconds = [_time_write(folder)]
-    while len(seconds) < TURNS and time.perf_counter() < deadline_s:
-        seconds.append(_time_write(folder))
-    return WRITTEN_BYTES / min(seconds) / 1e6
+    deadline_s = time.perf_counter() + TIME_LIMIT_S
+    durations_s = [_time_write(folder)]  # at least one file, however slow the disk is
+    while len(durations_s) < MAX_FILE_COUNT and time.perf_counter() < deadline_s:
+        durations_s.append(_time_write(folder))
+    return FILE_BYTES / min(durations_s) / 1e6
 
 
 def _time_write(folder: Path) -> float:
-    """Write a file of `WRITTEN_BYTES` bytes into `folder`, and return the seconds until it is on the disk."""
+    """Write a file of `FILE_BYTES` bytes into `folder`, and return the seconds until it is on the disk."""
     path = files.temporary_name(folder / "imgkit-written")
     with files.create_file(path, mode=0o600) as stream:
         # The file is removed while it is open. The file system frees its space when it is closed, even if
         # this process is killed.
         path.unlink()
         start = time.perf_counter()
-        for _ in range(WRITTEN_BYTES // len(_PIECE)):
+        for _ in range(FILE_BYTES // len(_PIECE)):
             stream.write(_PIECE)
         files.sync_file(stream)
         return time.perf_counter() - start

@@ -320,7 +320,7 @@ class NodeAgent:
         # The run's id keeps workers of an older attempt from writing checkpoints (fence.py). Only the head
         # knows it.
         if config.is_head:
-            command_env[fence.VARIABLE] = self._files.run_id
+            command_env[fence.RUN_ID_VARIABLE] = self._files.run_id
         return command_env
 
     def _log_folder(self) -> str:

@@ -320,7 +320,7 @@ class RunFolder:
         ------
         UsageError : a file of this user cannot be removed.
         """
-        for name in (FOR_REQUEUE, REQUEUE, RESULT, GPU_USE, fence.FILE):
+        for name in (FOR_REQUEUE, REQUEUE, RESULT, GPU_USE, fence.ATTEMPT_FILE):
             try:
                 (self.path / name).unlink(missing_ok=True)
             except OSError as error:
@@ -408,7 +408,7 @@ class RunFolder:
         Return 0 if there was no earlier start.
         """
         latest = 0.0
-        for name in (RESULT, fence.FILE):
+        for name in (RESULT, fence.ATTEMPT_FILE):
             with contextlib.suppress(OSError):
                 latest = max(latest, (self.path / name).lstat().st_mtime)
         return latest

@@ -441,7 +441,7 @@ def _make_job_suffix(env: Mapping[str, str]) -> str:
         return ""
     token = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
     if token == stop_protocol.LOCAL_JOB:
-        token = env.get(fence.VARIABLE, "")
+        token = env.get(fence.RUN_ID_VARIABLE, "")
     return f" of {token}" if token else ""
 
 

@@ -28,10 +28,10 @@ def test_other_attempt_is_kept_out(tmp_path, attempt, job):
 
 def test_same_attempt_of_an_earlier_start_is_kept_out(tmp_path):
     fence.admit_attempt(tmp_path, "4711", 1, "b2")  # a requeued job keeps its id
-    fence.check_fence({**env(tmp_path, 1), fence.VARIABLE: "b2"})
+    fence.check_fence({**env(tmp_path, 1), fence.RUN_ID_VARIABLE: "b2"})
     fence.check_fence(env(tmp_path, 1))  # another node, which does not know the word
     with pytest.raises(OSError, match="attempt 1 of the run is over"):
-        fence.check_fence({**env(tmp_path, 1), fence.VARIABLE: "a1"})
+        fence.check_fence({**env(tmp_path, 1), fence.RUN_ID_VARIABLE: "a1"})
 
 
 def test_nobody_is_kept_out_where_no_launcher_says_the_attempt(tmp_path):

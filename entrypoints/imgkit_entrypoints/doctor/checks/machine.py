@@ -194,7 +194,7 @@ def check_disk(node: CheckedNode) -> Iterator[Check]:
         return
     folder = tempfile.gettempdir()
     try:
-        rate_MBps = storage.write_MBps(Path(folder))
+        rate_MBps = storage.measure_write_MBps(Path(folder))
     except OSError as error:
         fix = "free some space, or name a writable folder of this node in TMPDIR"
         yield Check("disk", "warn", f"{folder} cannot be written: {error.strerror}", fix)

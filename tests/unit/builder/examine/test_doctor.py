@@ -185,7 +185,7 @@ def test_missing_engine_fails_only_builders(runtime, purpose, verdict, monkeypat
     cases: tuple[tuple[Verdict, Verdict], ...] = (("warn", verdict), ("ok", "warn"))
     for way, expected in cases:
         build_check = Check("build --with apptainer", way, "x", "x")
-        monkeypatch.setattr(doctor, "_check_definitions", lambda _, check=build_check: check)
+        monkeypatch.setattr(doctor, "_check_build_rights", lambda _, check=build_check: check)
         check = look(purpose=purpose, machine=ROOT)["docker"]
         assert check.verdict == expected
         assert ("--with apptainer" in check.hint) == (purpose == "build" and way == "ok")

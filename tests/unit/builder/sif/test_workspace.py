@@ -164,8 +164,8 @@ def test_lock_that_does_not_fit_leaves_nothing(tmp_path, monkeypatch):
 def test_full_disk_of_any_file_is_named(tmp_path):
     with pytest.raises(OSError, match="No space") as caught, files.replace_file(tmp_path / "x"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "source", None, "other")
-    assert files.full_file(caught.value) == str(tmp_path / "x")
-    assert Path(files.full_file(OSError(errno.ENOSPC, "full"))).is_dir()
+    assert files.find_full_disk_path(caught.value) == str(tmp_path / "x")
+    assert Path(files.find_full_disk_path(OSError(errno.ENOSPC, "full"))).is_dir()
 
 
 def test_planted_name_of_another_file_is_no_lock(tmp_path):

@@ -22,7 +22,7 @@ from imgkit_entrypoints.system import Node, SystemFacts
 
 Machine = Callable[..., HostFacts]
 CASES: Mapping[str, Any] = json.loads(Path(__file__).with_name("known_issues.json").read_text())
-ROWS = {issue.id: issue for issue in known_issues.read_issues(known_issues.TABLE)}
+ROWS = {issue.id: issue for issue in known_issues.read_issues(known_issues.SHIPPED_FILE)}
 SITE = {"id": "site", "message": "the site says so", "when": ["arch contains 64"], "effect": "warn"}
 
 
@@ -133,7 +133,7 @@ def test_site_replaces_and_ignores_rows(machine, tmp_path):
     file = tmp_path / "rows.json"
     ignored = {"id": "nccl-hca-unused", "message": "meant so here", "effect": "ignore"}
     file.write_text(json.dumps([SITE, ignored]))
-    case, env = CASES["nccl-hca-unused"]["match"], {known_issues.VARIABLE: str(file)}
+    case, env = CASES["nccl-hca-unused"]["match"], {known_issues.SITE_FILE_VARIABLE: str(file)}
     plan = choose(machine, case, env)
     assert [str(item).partition(" (")[0] for item in plan.warnings if "known issue" in str(item)] == [
         "the site says so"
@@ -175,7 +175,7 @@ def test_malformed_row_is_refused_with_its_key(tmp_path, changes, message):
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([SITE, {**SITE, **changes}]))
     with pytest.raises(UsageError) as error:
-        known_issues.load_issues((), {known_issues.VARIABLE: str(file)})
+        known_issues.load_issues((), {known_issues.SITE_FILE_VARIABLE: str(file)})
     assert message in error.value.what
     assert error.value.where == str(file)
 
@@ -186,4 +186,4 @@ def test_file_without_rows_is_refused(tmp_path, content):
     if content is not None:
         file.write_text(content)
     with pytest.raises(UsageError, match="known issues cannot be read"):
-        known_issues.load_issues((), {known_issues.VARIABLE: str(file)})
+        known_issues.load_issues((), {known_issues.SITE_FILE_VARIABLE: str(file)})

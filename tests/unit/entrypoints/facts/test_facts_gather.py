@@ -285,6 +285,17 @@ def test_slots_are_in_numeric_order(planted):
     assert [gid.index for gid in port.gids] == [2, 10]
 
 
+def test_route_of_loopback_does_not_repeat_its_address(tmp_path):
+    files = {
+        "/sys/class/net/lo/operstate": "unknown",
+        "/proc/net/fib_trie": "Main:\n  +-- 127.0.0.0/8 2 0 2\n     |-- 127.0.0.1\n        /32 host LOCAL",
+        "/proc/net/route": "Iface\nlo 0000007F 00000000 0001 0 0 0 000000FF 0 0 0",
+    }
+    write_files(tmp_path, files)
+    (lo,) = facts.gather(tmp_path, {}).interfaces
+    assert lo.addresses == ("127.0.0.1",)
+
+
 def test_rails_of_one_network_each_have_address(planted):
     interfaces = facts.gather(planted("cxi4"), {}).interfaces
     assert {item.name: item.ipv4 for item in interfaces if item.name.startswith("hsn")} == {

@@ -115,7 +115,7 @@ def test_time_counts_from_the_start_of_the_job_in_a_run_folder(tmp_path):
     assert age_s(RunFolder(path=tmp_path)) == pytest.approx(process_age_s, abs=5)
 
 
-@pytest.mark.parametrize("name", [RESULT, fence.FILE])
+@pytest.mark.parametrize("name", [RESULT, fence.ATTEMPT_FILE])
 def test_later_start_of_a_job_begins_where_the_earlier_one_ended(tmp_path, name):
     now = int(time.time())
     (tmp_path / name).touch()
