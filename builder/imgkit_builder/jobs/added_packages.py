@@ -35,19 +35,19 @@ def with_packages(job: Job) -> Job:
     UsageError : the runtime cannot mount a squashfs or the path of a file, or a file does not fit the image.
     """
     requested = job.request.container
-    files = requested.packages  # those of --packages take precedence over imgkit.toml
+    file_names = requested.packages  # those of --packages take precedence over imgkit.toml
     where = "--packages"
-    if not files and requested.requirements:
-        files = (file_name(job.container.image, requested.requirements),)
+    if not file_names and requested.requirements:
+        file_names = (file_name(job.container.image, requested.requirements),)
         where = "packages"
-    if not files:
+    if not file_names:
         return job
-    paths = tuple(str(job.directory / file) for file in files)
+    paths = tuple(str(job.directory / name) for name in file_names)
     _refuse_unmountable(job, paths, where)
     job = job.with_container(packages=paths)
     # For a job on a remote, the image and the files may exist only there. They are then checked there.
-    is_all_here = all(Path(path).exists() for path in (*paths, job.container.image))
-    if requested.packages and is_all_here:
+    are_on_this_machine = all(Path(path).exists() for path in (*paths, job.container.image))
+    if requested.packages and are_on_this_machine:
         _refuse_unfit(job)
     return job
 
@@ -89,25 +89,30 @@ def file_name(image_path: str, requirements: Sequence[str], image_digest: str = 
 
 
 def make_ready(job: Job, report: Reporter) -> None:
-    """Create the file with the packages of imgkit.toml if it is missing or outdated, and check all files.
+    """Check the files with added packages that the job mounts. Create the file of imgkit.toml before that.
+
+    The user has created the files of ``--packages``. The packages that imgkit.toml lists are in a single
+    file, which imgkit creates if it is missing or outdated.
 
     Raises
     ------
     ImgkitError : the packages cannot be installed, or a file is missing or does not fit the image.
     """
-    requested = job.request.container
-    if not job.container.packages:
+    file_paths = job.container.packages
+    if not file_paths:
         return
-    if not requested.packages:
-        # Without --packages, the job mounts a single file, which contains the packages that imgkit.toml
-        # lists.
-        path = Path(job.container.packages[0])
-        request = AddRequest(
-            requirements=requested.requirements, image=Path(job.container.image), output=path
-        )
-        if not add.add(request, report).up_to_date:
-            report.note(f"packages: {path}")
+    if not job.request.container.packages:  # without --packages, the only file is that of imgkit.toml
+        _update_listed_packages(job, Path(file_paths[0]), report)
     _refuse_unfit(job)
+
+
+def _update_listed_packages(job: Job, path: Path, report: Reporter) -> None:
+    """Install the packages that imgkit.toml lists into the file `path`, unless it contains them already."""
+    request = AddRequest(
+        requirements=job.request.container.requirements, image=Path(job.container.image), output=path
+    )
+    if not add.add(request, report).up_to_date:
+        report.note(f"packages: {path}")
 
 
 def _refuse_unfit(job: Job) -> None:

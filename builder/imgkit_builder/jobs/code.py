@@ -166,6 +166,8 @@ def with_code(job: Job, code: CodeRecord, store: Path) -> Job:
     """
     folder = quoting.check_flag_value("--code", str(store / code.sha256))
     env = dict(job.container.env)
+    # With this variable, a dist-* command refuses to start if the copy is not mounted in its container. In
+    # pods and without a container, there is no such mount.
     if runtime_of(job).mounts_folders:
         env[run_code.CODE_VARIABLE] = code.sha256
     if _NO_BYTECODE not in {*user_variables(job.container), *job.recipe.system.env}:

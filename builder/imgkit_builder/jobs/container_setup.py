@@ -57,8 +57,8 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
     if runtime_of(job).has_container:
         workdir = _select_workdir(job.recipe, requested)
     secret_file = _path_on_nodes(job, "--secret-file", job.request.launch.secret_file)
-    # `env` contains variables whose values may appear in the script. `names` contains the variables of --env
-    # NAME, whose values may not.
+    # The user's variables are in three places: `env` has those of --env NAME=VALUE, whose values may appear
+    # in the script, `names` has those of --env NAME, whose values may not, and `env_file` has the others.
     job = job.with_container(
         binds=_check_and_list_mounts(job, secret_file),
         workdir=workdir,
@@ -66,30 +66,42 @@ def with_mounts_and_variables(job: Job, *, passes_names: bool) -> Job:
         names=_secret_variable_names(requested, passes_names),
         env_file=_path_on_nodes(job, "--env-file", requested.env_file),
     )
-    return dataclasses.replace(
-        job, settings={**job.settings, **_secret_and_folder_settings(job, secret_file)}
-    )
+    # `settings` has imgkit's own variables. They are for the node agent, imgkit's process on each node.
+    settings = {**job.settings, **_secret_settings(job, secret_file)}
+    if _starts_in_other_folder(job):
+        # By default, the node agent takes its working directory for the job's folder.
+        settings[JOB_FOLDER] = str(job.directory)
+    return dataclasses.replace(job, settings=settings)
 
 
-def _secret_and_folder_settings(job: Job, secret_file: str) -> dict[str, str]:
-    """Return the variables that pass the run's secret and the job's folder to the node agent.
+def _secret_settings(job: Job, secret_file: str) -> dict[str, str]:
+    """Return the variables that pass the run's secret to the node agent, imgkit's process on each node.
 
-    The node agent is imgkit's process on each node. The nodes of a run recognize each other by the secret.
+    The nodes of a run recognize each other by the secret.
+
+    Parameters
+    ----------
+    secret_file : the path of ``--secret-file`` on the nodes, or "" if the user has named no such file.
     """
     settings = {}
     if secret_file:
         settings[SECRET_FILE] = secret_file
     if job.request.launch.require_secret:
         settings["IMGKIT_REQUIRE_SECRET"] = "1"  # noqa: S105 - a switch
-    runtime = runtime_of(job)
-    starts_in_job_folder = not job.container.workdir
-    if not runtime.has_container:  # then a command with code starts in the run's copy of the code
-        starts_in_job_folder = job.request.container.code is None
-    if not starts_in_job_folder and not runtime.is_isolated:
-        # By default, the node agent takes its working directory for the job's folder. Here, the command
-        # starts in another folder.
-        settings[JOB_FOLDER] = str(job.directory)
     return settings
+
+
+def _starts_in_other_folder(job: Job) -> bool:
+    """Return whether the job's command starts in another folder of the node than the job's folder.
+
+    For a job in pods the result is false, because pods see no folder of this machine.
+    """
+    runtime = runtime_of(job)
+    if runtime.is_isolated:  # the job runs in pods
+        return False
+    if not runtime.has_container:  # then a command with code starts in the run's copy of the code
+        return job.request.container.code is not None
+    return job.container.workdir != ""
 
 
 def _refuse_code_flags(requested: ContainerRequest) -> None:

@@ -97,18 +97,20 @@ def with_data(job: Job, folders: Iterable[DataFolder], store: str = "") -> Job:
 def _with_hub_variables(job: Job) -> Job:
     """Return `job` with variables that let huggingface_hub find downloaded data without internet access.
 
-    In a container, the user's own values of these variables take precedence.
+    In a container or pod, the user's own values of these variables take precedence.
     """
     runtime = runtime_of(job)
-    workspace = f"/{WORKSPACE}" if runtime.mounts_folders else job.workspace
+    workspace = f"/{WORKSPACE}"
+    if not runtime.mounts_folders:  # in pods and without a container, the copy stays in the run folder
+        workspace = job.workspace
     home = f"{workspace}/{spec.HUB_HOME}"
     # A system can set HF_HUB_CACHE, which huggingface_hub prefers to HF_HOME.
     variables = {"HF_HOME": home, "HF_HUB_CACHE": f"{home}/hub", "HF_HUB_OFFLINE": "1"}
-    # Without a container, the path of the run's copy contains $IMGKIT_RUN_DIR, which the shell replaces only
-    # in settings.
-    if not runtime.has_container:
-        return dataclasses.replace(job, settings={**job.settings, **variables})
-    return job.with_container(env={**variables, **job.container.env})
+    if runtime.has_container:
+        return job.with_container(env={**variables, **job.container.env})
+    # Without a container, the path of the run's copy can contain $IMGKIT_RUN_DIR, which the shell replaces
+    # only in settings.
+    return dataclasses.replace(job, settings={**job.settings, **variables})
 
 
 def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None:
@@ -124,11 +126,12 @@ def _refuse_unmountable(job: Job, data_spec: DataSpec, mount: DataMount) -> None
             where="data",
             hint='--code ., or in imgkit.toml: code = "."',
         )
-    if runtime.is_isolated:  # the job runs in pods
-        _refuse_unlinkable_in_pods(job, mount, data_spec.source)
     if not runtime.has_container:
         _refuse_unlinkable_on_host(job, mount, data_spec.source)
         return
+    if runtime.is_isolated:  # the job runs in pods
+        _refuse_unlinkable_in_pods(job, mount, data_spec.source)
+    # Pods get a link instead of a mount, but the same characters are refused.
     for path in (mount.source, mount.target):
         if not runtime.can_mount(path):
             raise UsageError(f"{runtime.kind} cannot mount {path}", where="data", hint="give it another name")
@@ -228,7 +231,7 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
     for data_spec in spec.parse_all(request.container.data):
         if not is_in_code(data_spec.target):  # the runtime creates mount points outside of the code
             continue
-        for mount_point in _points_of_data(data_spec):
+        for mount_point in _mount_points_of_item(data_spec):
             kind = kinds.get(mount_point.name, "")
             if not kind:
                 # Remember the folder, so that it is yielded only once if several mount points have it as a
@@ -243,19 +246,22 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
                 )
 
 
-def _points_of_data(data_spec: DataSpec) -> Iterator[CodeFile]:
-    """Yield the mount point of one data folder, and the hub's link to it.
+def _mount_points_of_item(data_spec: DataSpec) -> Iterator[CodeFile]:
+    """Yield the mount point of one item of ``data``, for example the folders ``data`` and ``data/letters``.
 
-    Parents come before their content.
+    A data set of the Hugging Face hub also needs a link in the hub's cache, where huggingface_hub looks for
+    it. Parents come before their content.
     """
-    name = data_spec.target.removeprefix(f"/{WORKSPACE}/")
-    yield from _folders_down_to(PurePosixPath(name))
-    if data_spec.hub and data_spec.hub.is_data_set:
-        link = f"{spec.HUB_HOME}/hub/{data_spec.hub.cache_name}"
-        folder = posixpath.dirname(link)
-        yield from _folders_down_to(PurePosixPath(folder))
-        target = posixpath.relpath(f"{name}/{spec.HUB_CACHE}", folder)
-        yield CodeFile(name=link, kind="symlink", source=Path(link), link=target)
+    mount_point = data_spec.target.removeprefix(f"/{WORKSPACE}/")
+    yield from _folders_down_to(PurePosixPath(mount_point))
+    if data_spec.hub is None or not data_spec.hub.is_data_set:
+        return
+    # For example, the link "hf/hub/datasets--me--letters" has the target "../data/me/letters/.hub".
+    link = f"{spec.HUB_HOME}/hub/{data_spec.hub.cache_name}"
+    cache_folder = posixpath.dirname(link)
+    yield from _folders_down_to(PurePosixPath(cache_folder))
+    target = posixpath.relpath(f"{mount_point}/{spec.HUB_CACHE}", cache_folder)
+    yield CodeFile(name=link, kind="symlink", source=Path(link), link=target)
 
 
 def _folders_down_to(path: PurePosixPath) -> Iterator[CodeFile]:

@@ -46,112 +46,130 @@ class Delivery:
     connection: Connection
     report: Reporter
 
-    def bring(self, contents: Store) -> RemoteImage:
+    def bring(self, remote_store: Store) -> RemoteImage:
         """Return the image in imgkit's folder on the remote, after sending it if it is not there yet.
 
         Parameters
         ----------
-        contents : what imgkit's folder on the remote contains now.
+        remote_store : what imgkit's folder on the remote contains now.
 
         Raises
         ------
         ImgkitError : the build, the conversion or the transfer failed.
         """
         if self.source.recipe:
-            return self._bring_recipe(contents)
+            return self._bring_recipe(remote_store)
         if self.source.archive:
-            self._convert_archive(self.source.archive)
-        return self._bring_sif(contents)
+            self._convert_archive_to_sif(self.source.archive)
+        # There is a local .sif by now: the converted archive, or the file that the user names.
+        return self._bring_sif(remote_store)
 
-    def _bring_recipe(self, contents: Store) -> RemoteImage:
+    def _bring_recipe(self, remote_store: Store) -> RemoteImage:
         """Return the image of the recipe on the remote. If the remote does not have it, it is built and sent.
 
         An image on the remote is used if it was built from the same input, which is the recipe and its files.
         """
         request = BuildRequest(base=self.source.base or None)
         input_sha256 = plan(self.source.recipe, request).input_sha256
-        stored_image = _find_built_image(contents, input_sha256)
+        stored_image = _find_built_image(remote_store, input_sha256)
         if stored_image is not None:
             self._report_present()
             return stored_image
         build_result = build(self.source.recipe, request, report=self.report)
         # A build from other input can still give an image that the remote already has.
-        same_image = contents.find_image(build_result.id)
+        same_image = remote_store.find_image(build_result.id)
         if same_image is not None:
             self._report_present()
             return same_image
-        self._convert_recipe()  # writes the local .sif, which the next line describes
-        return self._send(contents, self._describe_sif(build_result.input_sha256))
+        self._convert_recipe_to_sif()
+        image = self._describe_local_sif(build_result.input_sha256)
+        self._send(remote_store, image)
+        return image
 
-    def _bring_sif(self, contents: Store) -> RemoteImage:
+    def _bring_sif(self, remote_store: Store) -> RemoteImage:
         """Return the image of the local .sif on the remote. If the remote does not have it, it is sent."""
-        image = self._describe_sif()
-        stored_image = contents.find_image(image.image_id, image.root_sha256)
-        if stored_image is None:
-            return self._send(contents, image)
-        self._report_present()
-        return stored_image
+        image = self._describe_local_sif()
+        stored_image = remote_store.find_image(image.image_id, image.root_sha256)
+        if stored_image is not None:
+            self._report_present()
+            return stored_image
+        self._send(remote_store, image)
+        return image
 
     def _report_present(self) -> None:
         """Report that the remote has the image."""
         self.report.note(f"to send: nothing; {self.connection.remote.name} has the image")
 
-    def _describe_sif(self, input_sha256: str = "") -> RemoteImage:
-        """Return the description of the local .sif, which is stored beside the image on the remote."""
+    def _describe_local_sif(self, input_sha256: str = "") -> RemoteImage:
+        """Return the description of the local .sif, which is stored beside the image on the remote.
+
+        Parameters
+        ----------
+        input_sha256 : digest of the build's input, or "" for a .sif that is not from a recipe.
+        """
         # When a newer image has been sent, older images of the same project are found by this name and
         # removed.
         project = f"{socket.gethostname()}:{self.source.request.project_folder.absolute()}"
         return store.describe_sif(self.source.sif, input_sha256=input_sha256, project=project)
 
-    def _send(self, contents: Store, image: RemoteImage) -> RemoteImage:
-        """Send the local .sif, remove older images of the project on the remote, and return `image`."""
-        remote_name = self.connection.remote.name
+    def _send(self, remote_store: Store, image: RemoteImage) -> None:
+        """Send the local .sif, and then remove older images of the project from the remote.
+
+        Parameters
+        ----------
+        image : the description of the local .sif.
+        """
         size = size_text(image.sif_bytes)
         message = f"to send: image: {self.source.sif}, {size}"
-        # rsync sends only the blocks that differ from the most similar image on the remote.
-        similar_image = contents.closest_image(image)
-        if similar_image is not None:
-            message += f"; {remote_name} has most of {similar_image.title}"
+        # The basis is the most similar image on the remote. rsync sends only the blocks that differ from it.
+        basis = remote_store.closest_image(image)
+        if basis is not None:
+            message += f"; {self.connection.remote.name} has most of {basis.title}"
         self.report.note(message)
         transferred = transfer.send_image(
             self.connection,
             self.source.sif,
             image,
-            home=contents.home,
-            basis=similar_image,
+            home=remote_store.home,
+            basis=basis,
             report=self.report,
         )
         if transferred is not None:
             self.report.note(f"sent: {size_text(transferred.new_bytes)} of {size}")
         # The old images are removed only now, because one of them was the basis of the transfer.
-        self._remove_superseded(contents, image)
-        return image
+        self._remove_superseded(remote_store, image)
 
-    def _remove_superseded(self, contents: Store, image: RemoteImage) -> None:
+    def _remove_superseded(self, remote_store: Store, new_image: RemoteImage) -> None:
         """Remove older images of the project from the remote if no job uses them.
 
         If that fails, the failure is only reported, because the job can start nevertheless.
+
+        Parameters
+        ----------
+        new_image : the image that was sent just now. It is not in `remote_store` yet.
         """
         try:
-            unused_folders, images = gc.find_superseded(self.connection, contents.images, image)
+            unused_folders, image_by_path = gc.find_superseded(
+                self.connection, remote_store.images, new_image
+            )
             removed_paths = gc.remove_unused(self.connection, unused_folders)
         except ToolFailed as error:
             self.report.note(f"older images were not removed: {error.what}")
             return
         for path in removed_paths:
-            older_image = images[path]
+            older_image = image_by_path[path]
             name = older_image.title.removesuffix(".sif")
             digest = older_image.image_id.removeprefix("sha256:")
             # Four digits of the id distinguish two images of the same name.
             self.report.note(f"removed {name}-{digest[:4]}.sif, {size_text(older_image.sif_bytes)}")
 
-    def _convert_recipe(self) -> None:
+    def _convert_recipe_to_sif(self) -> None:
         """Convert the recipe's image from the container engine, such as Docker, to the local .sif."""
         with open_engine_image(self.source.recipe) as engine_source:
             options = Options(compression=compression_for(system_of(self.source.recipe)))
             sif_convert.convert(engine_source, self.source.sif, options, self.report)
 
-    def _convert_archive(self, archive: Path) -> None:
+    def _convert_archive_to_sif(self, archive: Path) -> None:
         """Convert an archive of an image to the local .sif.
 
         Raises
@@ -169,13 +187,14 @@ class Delivery:
             raise ToolMissing(error.what, where=str(archive), hint=hint) from error
 
 
-def _find_built_image(contents: Store, input_sha256: str) -> RemoteImage | None:
+def _find_built_image(remote_store: Store, input_sha256: str) -> RemoteImage | None:
     """Return the image on the remote that was built from this input, or None if the remote has none.
 
     The input is the recipe and its files. If this machine has built an image from the same input, only that
     image is used. Otherwise, an image that another machine has built from the input is used.
     """
     local_image_id = built_image_id(input_sha256)
+    # Two builds from the same input can differ, because packages come from the network.
     if local_image_id:
-        return contents.find_image(local_image_id)
-    return contents.find_built(input_sha256)
+        return remote_store.find_image(local_image_id)
+    return remote_store.find_built(input_sha256)

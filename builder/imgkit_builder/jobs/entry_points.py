@@ -80,7 +80,7 @@ def bind_entry_points(job: Job, remote_run: Runner | None = None) -> Job:
     is_remote = remote_run is not None
     # An image that is not "foreign" has the entry points already. On a remote, only the probe below, a short
     # program in the image, can tell whether imgkit built it.
-    if not is_remote and not runtime_of(job).is_foreign(job):
+    if not is_remote and not runtime_of(job).needs_entry_points(job):
         return job
     run = remote_run or _run_here
     # The digest is also the key under which the report of the probe is cached.
@@ -143,8 +143,7 @@ def _list_existing(paths: Collection[str], run: Runner) -> Collection[str]:
 def _mounted_entry_points(job: Job, python: PythonReport, digest: str) -> MountedEntryPoints:
     """Return what is bound into the image, and to which folder of the image.
 
-    If the image has entry points, they are replaced. Otherwise, the entry points are bound into the first
-    folder in which the image's Python looks for packages.
+    If the image has entry points, they are replaced.
 
     Parameters
     ----------
@@ -157,9 +156,18 @@ def _mounted_entry_points(job: Job, python: PythonReport, digest: str) -> Mounte
         version=__version__,
         folder=quoting.check_flag_value("--directory", folder),
         python=python.path,
-        site=python.entry_points or python.site,
+        package_folder=_package_folder(python),
         digest="" if digest == _NO_DIGEST else digest,
     )
+
+
+def _package_folder(python: PythonReport) -> str:
+    """Return the folder of the image into which the entry points are bound, or "" if there is no such folder.
+
+    It is the folder that already contains entry points, or otherwise the first folder in which the image's
+    Python looks for packages.
+    """
+    return python.entry_points or python.site
 
 
 def mounted_folder(job: Job) -> Path:
@@ -211,19 +219,20 @@ def _refuse_python_flags(job: Job) -> None:
     There are three reasons: the runtime cannot bind anything into the image, the command needs no Python, or
     the value is not valid.
     """
-    container = job.request.container
-    if container.python_flag:
-        runtime_of(job).refuse_python(job, container.python_flag)
-    if container.python and not job.runs_entry_point:
+    requested = job.request.container
+    # The flag that chooses the Python: "--python", "--activate", or "" if the user chooses none.
+    if requested.python_flag:
+        runtime_of(job).refuse_python(job, requested.python_flag)
+    if requested.python and not job.runs_entry_point:
         message = "--python chooses the Python of the dist-* commands, and the job runs none"
         raise UsageError(message, where="--python", hint="-- dist-run SCRIPT, or --activate")
-    value_by_flag = {"--python": container.python, "--activate": container.activate}
+    value_by_flag = {"--python": requested.python, "--activate": requested.activate}
     for flag, value in value_by_flag.items():
         if re.search(r"[\x00-\x1f]", value):
             raise UsageError("it holds a control character", where=flag)
-    if container.python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", container.python):
+    if requested.python and not re.fullmatch(r"[A-Za-z0-9._+-]+|/[^:,]*", requested.python):
         raise UsageError(
-            f"{container.python!r} is not a Python of the image",
+            f"{requested.python!r} is not a Python of the image",
             where="--python",
             hint="an absolute path in the image, or a name on its PATH, without : and ,",
         )
@@ -397,7 +406,7 @@ def _refuse_unusable_python(job: Job, python: PythonReport) -> None:
     problems = (
         (_version_problem(python), _CHOOSE_OTHER_HINT),
         (_arch_problem(python, job.recipe.platforms), "an image for the nodes: --image PATH"),
-        (_site_problem(job, python), _CHOOSE_OTHER_HINT),
+        (_package_folder_problem(job, python), _CHOOSE_OTHER_HINT),
     )
     for problem, hint in problems:
         if problem:
@@ -431,13 +440,17 @@ def _arch_problem(python: PythonReport, platforms: Sequence[str]) -> str:
     return f" and for {python.machine}, but the nodes are {' or '.join(archs)}"
 
 
-def _site_problem(job: Job, python: PythonReport) -> str:
+def _package_folder_problem(job: Job, python: PythonReport) -> str:
     """Return why nothing can be bound into the package folder of `python`, or "" if it is possible.
 
     The text is the end of a sentence about the Python: `` and has no folder of packages ...``.
     """
-    site = python.entry_points or python.site
-    if site and runtime_of(job).can_mount(site) and python.path.startswith("/"):
-        return ""
     problem = " and has no folder of packages to which imgkit can bind its entry points"
-    return f"{problem}: {site!r}" if site else problem
+    folder = _package_folder(python)
+    if not folder:
+        return problem
+    has_path = python.path.startswith("/")  # a Python can fail to find its own path, which is then empty
+    # A runtime cannot mount a path with a colon or comma, for example.
+    if has_path and runtime_of(job).can_mount(folder):
+        return ""
+    return f"{problem}: {folder!r}"

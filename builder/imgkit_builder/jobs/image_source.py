@@ -263,18 +263,18 @@ def with_transfer_host(remote: Remote, source: ImageSource) -> Remote:
     `remote` is returned unchanged. The user name on the host is the same as on the login host, unless the
     system names another one.
     """
-    host = source.target.system.transfer.host
-    if remote.transfer or not fanout.is_host(host):
+    if remote.transfer:  # the user has named a host
+        return remote
+    address = source.target.system.transfer.host
+    if not fanout.is_host(address):  # for example "", if the system names no host for transfers
         return remote
     ssh_config = _read_ssh_config(remote.address)
-    login_user = ssh_config.get("user", "")
-    # The login host itself is the host for transfers.
-    if host == ssh_config.get("hostname"):
+    if address == ssh_config.get("hostname"):  # the login host itself is the host for transfers
         return remote
-    # The system names a user for the host, or no user is known.
-    if "@" in host or not login_user:
-        return dataclasses.replace(remote, transfer=host)
-    return dataclasses.replace(remote, transfer=f"{login_user}@{host}")
+    login_user = ssh_config.get("user", "")
+    if login_user and "@" not in address:
+        address = f"{login_user}@{address}"
+    return dataclasses.replace(remote, transfer=address)
 
 
 def _read_ssh_config(address: str) -> dict[str, str]:

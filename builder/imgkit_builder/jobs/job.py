@@ -49,7 +49,7 @@ class MountedEntryPoints:
     """The folder on the nodes that contains the package and ``system.json``."""
     python: str
     """Path of the Python in the image."""
-    site: str
+    package_folder: str
     """The folder of the image in which this Python looks for packages."""
     digest: str
     """Digest of the image at the time when imgkit inspected it, or "" for an image that is a folder.

@@ -198,19 +198,21 @@ def _ask_queue(record: SubmittedJob, argv: Argv, run: Runner) -> JobReport | Non
         if not has_ended:
             raise
         return None
-    command_has_failed = answer.returncode != 0
+    command_has_succeeded = answer.returncode == 0
     # squeue, for example, succeeds and prints nothing about a job that has left the queue.
-    is_in_queue = not command_has_failed and answer.output.strip() != ""
+    is_in_queue = command_has_succeeded and answer.output.strip() != ""
     report = _read_answer(record, argv, answer, run, is_in_queue=is_in_queue)
-    if report is not None or has_ended:
+    if report is not None:
         return report
-    if command_has_failed and not _is_forgotten(record, answer):
-        raise command_failed(record, argv, answer)
-    return None
+    # The answer contains nothing about the job. An error of the command matters only if the job may be
+    # running.
+    if has_ended or command_has_succeeded or _says_unknown_job(record, answer):
+        return None
+    raise command_failed(record, argv, answer)
 
 
-def _is_forgotten(record: SubmittedJob, answer: Finished) -> bool:
-    """Return whether the scheduler's queue command failed because the scheduler has no such job.
+def _says_unknown_job(record: SubmittedJob, answer: Finished) -> bool:
+    """Return whether the message of the scheduler's queue command is that there is no such job.
 
     Schedulers forget a job some time after its end.
     """
@@ -230,8 +232,7 @@ def _read_answer(
         counts, because a failed command can print anything.
     """
     system = systems.get_system(record.job.system)
-    # Such a system only prints text about the job, in which imgkit finds no state. The record keeps its
-    # state.
+    # A system that reports no states only prints text about the job. The record then keeps its state.
     if not system.reports_state and answer.returncode == 0:
         return JobReport(record=record, argv=argv, text=answer.output)
     status = system.parse_status(answer.output)
@@ -291,15 +292,16 @@ def _read_file_of_run(record: SubmittedJob, name: str, run: Runner) -> str:
     If there is no such file, or if it belongs to a later job of the run, the result is empty or the error
     message of ``cat``. So the caller must parse the text strictly.
     """
-    # Each task of an array has its own run folder, so there is no single file. For a remote that only stores
-    # files, `run` runs commands on another machine than the remote.
-    if record.job.array or record.job.store:
+    job = record.job
+    if job.array:  # each task has its own run folder, so there is no single file
         return ""
-    for other_record in records.list_records_of_run(record):
+    if job.store:  # the file is on a remote that only stores files, but `run` runs commands on this machine
+        return ""
+    for record_of_run in records.list_records_of_run(record):
         # A later job goes on in the same folder, and has replaced the file.
-        if other_record.submitted > record.submitted:
+        if record_of_run.submitted > record.submitted:
             return ""
-    return run(("cat", "--", str(record.job.run_folder / name))).output
+    return run(("cat", "--", str(job.run_folder / name))).output
 
 
 def cancel_job(record: SubmittedJob, run: Runner) -> Finished:
@@ -473,31 +475,46 @@ class WaitLog:
     def __init__(self, job: QueuedJob, log: Callable[[str], None]) -> None:
         self._job = job
         self._log = log
-        self._state: JobState = ""
+        self._previous_state: JobState = ""
+        """The state in the previous report, or "" before the first report."""
         self._logged_wait: WaitInfo | None = None
-        """What was logged last about this wait. It is None if the job does not wait or nothing was logged."""
+        """What was logged about the current wait. It is None as long as nothing about it was logged."""
 
     def update(self, state: JobState, wait: WaitInfo) -> None:
-        """Log a state that the scheduler has just reported, unless it is the state that was logged last."""
-        if state != "waiting":
-            if state == "running" and self._logged_wait is not None:
-                self._log("running")
-            self._logged_wait = None  # a requeued job may wait again, which is then news
-        elif self._has_unlogged_news(wait):  # which compares with the state of the last call
-            self._log(waiting_text(self._job, wait))
-            self._logged_wait = wait
-        self._state = state
+        """Log a report of the scheduler, unless its content has been logged already.
 
-    def _has_unlogged_news(self, wait: WaitInfo) -> bool:
-        """Return whether `wait` contains something that has not been logged yet."""
-        if self._logged_wait is None:
+        Parameters
+        ----------
+        wait : why the job waits. It is not used for a job in another state.
+        """
+        waited_before = self._previous_state == "waiting"
+        self._previous_state = state
+        if state == "waiting":
+            if self._should_log(wait, waited_before=waited_before):
+                self._log(waiting_text(self._job, wait))
+                self._logged_wait = wait
+            return
+        if state == "running" and self._logged_wait is not None:
+            self._log("running")
+        self._logged_wait = None  # the wait is over; a requeued job may wait again, which is then news
+
+    def _should_log(self, wait: WaitInfo, *, waited_before: bool) -> bool:
+        """Return whether `wait` contains something that has not been logged yet.
+
+        Parameters
+        ----------
+        waited_before : whether the job waited in the previous report, too.
+        """
+        logged_wait = self._logged_wait
+        if logged_wait is None:
             # A scheduler needs a moment to determine the reason. On an idle cluster, the job has started by
-            # then. So a first report without a reason is not logged.
-            return bool(wait.reason) or self._state == "waiting"
+            # then. So a first report without a reason is not logged, but a second one is.
+            return wait.reason != "" or waited_before
+        if wait.reason != logged_wait.reason:
+            return True
         # Slurm withdraws its estimate of the start and computes it again, many times. So only the first
         # estimate is logged.
-        is_first_estimate = bool(wait.expected_start) and not self._logged_wait.expected_start
-        return wait.reason != self._logged_wait.reason or is_first_estimate
+        return wait.expected_start != "" and logged_wait.expected_start == ""
 
 
 # Seconds between two questions about a job. The last value repeats. More frequent questions would load the

@@ -143,7 +143,8 @@ def _find_task(handle: str) -> SubmittedJob | None:
 
     Parameters
     ----------
-    handle : ``4711_3`` or ``4711_3@REMOTE``. Without a remote, the arrays of all machines are searched.
+    handle : ``4711_3`` or ``4711_3@REMOTE``. Without a remote, the arrays of all machines are searched. If
+        several match, the one that was submitted last is used.
     """
     job_id, _, remote = handle.partition("@")
     for record in list_records():
@@ -152,7 +153,7 @@ def _find_task(handle: str) -> SubmittedJob | None:
             continue
         if remote and remote != job.remote:
             continue
-        task_id = systems.task_id(job, job_id)
+        task_id = systems.task_id(job, job_id)  # "" if the id is not that of a task of this array
         if quoting.is_job_id(task_id):
             task = dataclasses.replace(job, id=task_id, array=False)  # one task is an ordinary job
             # The state and the fetched folder in the record belong to the array. Nothing is known about the

@@ -271,7 +271,8 @@ class JobRequest:
     def of(cls, **values: Any) -> JobRequest:
         """Return a request with these values, for example ``JobRequest.of(nodes="2", stop_before_s=60)``.
 
-        The names are those of the fields, also of the fields of `allocation`, `launch` and `container`.
+        The names are those of the fields, also of the fields of `allocation`, `launch` and `container`. No
+        two fields have the same name, so a name need not say where its field is.
 
         Raises
         ------

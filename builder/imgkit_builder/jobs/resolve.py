@@ -437,7 +437,7 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
     # What follows only explains the refusal.
     message = f"{runtime.kind} cannot be used on {recipe.title}"
     starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes passes the variables to pods
-    if runtime.environment_by_options and not starts_pods:
+    if runtime.passes_variables_as_options and not starts_pods:
         message += (
             f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
             "node would run alone"
@@ -495,17 +495,17 @@ def _refuse_amd(job: Job) -> None:
 def _refuse_amd_image(job: Job) -> None:
     """Raise UsageError if the image of the job is for AMD GPUs, judging by its name or its base image."""
     recipe = job.recipe
-    image = job.request.container.image
-    # A .sif can take the place of a recipe. Its record then names the base image, which says more than the
-    # name of the file.
-    if not image or Path(image) == recipe.file.absolute():
+    requested_image = job.request.container.image  # the value of --image, or "" for the recipe's own image
+    # A .sif can take the place of the recipe. `recipe` is then the record in that .sif.
+    describes_image = not requested_image or Path(requested_image) == recipe.file.absolute()
+    if describes_image:  # the base image in it says more than the name of the image
         evidence = bases.amd_image_evidence(recipe.base, recipe.base_env)
         _refuse_amd_evidence(evidence, recipe.where("image", "base"))
         return
     # The folders in the path of a file say nothing about its content. In the name of a registry image they
     # do: "rocm/pytorch".
     is_file = job.container.image.startswith("/")
-    name = PurePath(image).name if is_file else image
+    name = PurePath(requested_image).name if is_file else requested_image
     _refuse_amd_evidence(bases.amd_image_evidence(name), "--image")
 
 

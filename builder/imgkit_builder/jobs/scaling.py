@@ -263,7 +263,7 @@ def submit_sizes(
     save_report(folder, run)
     yield folder, run
     for prepared in reversed(smaller_jobs):
-        size = _submit_smaller(submission.with_files_of(ready, prepared), transport)
+        size = _submit_smaller_job(submission.with_files_of(prepared, ready), transport)
         # The largest is submitted first, but the report lists the smallest first.
         run = dataclasses.replace(run, sizes=(size, *run.sizes))
         # Saved after each job, so that a submitted job is never missing after an interruption.
@@ -271,10 +271,11 @@ def submit_sizes(
         yield folder, run
 
 
-def _submit_smaller(ready: PreparedJob, transport: Transport) -> ScalingSize:
-    """Submit the job for one number of nodes, and return its `ScalingSize` with the job's id.
+def _submit_smaller_job(ready: PreparedJob, transport: Transport) -> ScalingSize:
+    """Submit one of the jobs that are smaller than the largest, and return its `ScalingSize` with its id.
 
-    If the scheduler refuses the job, nothing is raised. The error becomes the state of the result.
+    The largest job is in the queue by now. If the scheduler refuses this one, nothing is raised. The error
+    becomes the state of the result.
     """
     nodes = ready.job.allocation.nodes
     try:

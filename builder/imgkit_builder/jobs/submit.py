@@ -126,9 +126,10 @@ def _job_on_remote(source: ImageSource, code: CodeFolder | None, data: Sequence[
     if code is not None:
         code_folders.refuse_shadowed_code(code, source.target, source.given_sif)
     job = source.provisional_job
+    # None of the next three steps needs the result of another one.
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
-    job = _with_code(job, code, Ssh.code_folder)
+    job = _with_code(job, code, Ssh.code_store_name)
     if code is not None and source.recipe:  # only a recipe says which code its image contains
         job = job.with_warning(code_folders.image_code_notice(job))
     return job
@@ -146,13 +147,14 @@ def _job_in_pods(
     UsageError : the image has installed a project of the code, so the pods would run the copy in the image.
     """
     job = volume.provisional_job(recipe, request, remote)
+    # The data, the packages and the code do not depend on each other.
     job = data_mounts.with_data(job, data, f"{job.directory}/{DATA_FOLDER}")
     job = added_packages.with_packages(job)
     if code is not None:
         code_folders.refuse_projects_in_image(code, job.recipe)
         job = job.with_warning(code_folders.image_code_notice(job))
         job = job.with_warning(code_folders.left_out_notice(code, None))
-    return _with_code(job, code, VolumeStore.code_folder)
+    return _with_code(job, code, VolumeStore.code_store_name)
 
 
 def _job_of_this_machine(
@@ -189,7 +191,7 @@ def _job_of_this_machine(
     if image.is_sif(image_file):
         sif = image_file
     code_folders.refuse_shadowed_bind(job, sif)
-    job = _with_code(job, code, Transport.code_folder)
+    job = _with_code(job, code, Transport.code_store_name)
     if code is not None:
         job = _with_local_code(job, code, sif)
     return data_mounts.with_data(job, data)  # this comes last, because links to the data need the run folder
@@ -198,8 +200,9 @@ def _job_of_this_machine(
 def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
     """Return `job` with warnings about its code, and with a run folder if imgkit itself has to create one.
 
-    On a system with a scheduler, the job's script creates the run folder. Without a scheduler there is no
-    such script, so imgkit creates the folder and copies the code into it before the start.
+    On a system with a scheduler, the job's script creates the run folder, and its name is unknown so far.
+    Without a scheduler there is no such script, so imgkit creates the folder and copies the code into it
+    before the start.
 
     Parameters
     ----------
@@ -213,14 +216,13 @@ def _with_local_code(job: Job, code: CodeFolder, sif: Path | None) -> Job:
         code_folders.refuse_shadowed_code(code, job.recipe, sif)
         if not job.request.container.image:
             job = job.with_warning(code_folders.image_code_notice(job))
-    # On other systems, the script of the job copies the code. Then the name of the run folder is unknown so
-    # far.
-    if systems.get_system(job.system).code_copier == "imgkit":
+    if systems.get_system(job.system).code_copier == "imgkit":  # otherwise, the job's script does it
         job = code_folders.with_new_run_folder(job)
-    readable_image = sif
+    # The files in a .sif or .sqsh on this machine show whether the job may need a file that is left out.
+    image_file = sif
     if sqsh.is_sqsh(Path(job.container.image)):
-        readable_image = Path(job.container.image)
-    return job.with_warning(code_folders.left_out_notice(code, readable_image))
+        image_file = Path(job.container.image)
+    return job.with_warning(code_folders.left_out_notice(code, image_file))
 
 
 def _with_code(job: Job, code: CodeFolder | None, store_name: str) -> Job:
@@ -326,22 +328,24 @@ def make_ready(prepared: PreparedJob, transport: Transport, report: Reporter) ->
     with_image = transport.prepare_image(dataclasses.replace(prepared, data=data), report)
     code = with_image.code
     job = transport.bring_data(with_image, report)
-    job = _with_code(job, code, transport.code_folder)
-    # A job with a run folder of its own gets the code together with that folder, below.
-    if code is not None and not job.run_folder:
+    job = _with_code(job, code, transport.code_store_name)
+    # imgkit itself creates the run folder of a job that starts at once or in pods, and brings the code with
+    # it, below. The script of any other job creates the folder, and copies the code from the store of code.
+    creates_run_folder = job.run_folder != ""
+    if code is not None and not creates_run_folder:
         transport.put_code(code, transport.home_of(job), report)
     # To look for Python, this starts the image, which must be in its place by now.
     job = transport.with_entry_points(dataclasses.replace(with_image, job=job))
     if job.container.entry_points is not None:
         transport.put_entry_points(job, report)
-    if job.run_folder:
+    if creates_run_folder:
         transport.make_run_folder(job, code, report)
     if job.request.resumed is not None:
         _prepare_resumed_folder(job.request.resumed, code, job, transport)
     return _with_job(with_image, job)  # writes the script again, with the new paths
 
 
-def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
+def with_files_of(prepared: PreparedJob, ready: PreparedJob) -> PreparedJob:
     """Return `prepared` with the image, code and entry points that `make_ready` has brought for another job.
 
     `imgkit scaling` submits the same request on different numbers of nodes. With this function, the files are
@@ -349,13 +353,13 @@ def with_files_of(ready: PreparedJob, prepared: PreparedJob) -> PreparedJob:
 
     Parameters
     ----------
+    prepared : a job that uses the same files as `ready`, but is not ready itself.
     ready : a job of the same request, whose files are on its machine already.
-    prepared : a job that uses the same files.
     """
     job = prepared.job
-    if prepared.source is not None:
+    if prepared.source is not None:  # a job on a remote; its folder there is known from `ready`
         job = prepared.source.job_on_remote(str(ready.job.directory), ready.job.container.image)
-    # The container names the image, the code and the entry points. It is the same for any number of nodes.
+    # The container names the image, the code and the entry points, and is the same for any number of nodes.
     job = dataclasses.replace(job, container=ready.job.container)
     return dataclasses.replace(_with_job(prepared, job), image_id=ready.image_id)
 
@@ -403,7 +407,7 @@ def _prepare_resumed_folder(
             hint=f"imgkit remote add {transport.name} ... --replace, with the folder of the run",
         )
     if code is not None:
-        store = home / transport.code_folder
+        store = home / transport.code_store_name
         workspace.update_workspace(resumed, store, code.record, transport.run_script)
     for link_name, data_path in runtime_of(job).data_links(job).items():
         link = resumed.folder / WORKSPACE / link_name

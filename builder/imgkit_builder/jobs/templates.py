@@ -59,9 +59,10 @@ def run_folder_lines(job: Job, job_id: str) -> str:
     if job.container.code is None:
         return ""
     runs = shlex.quote(f"{job.directory}/runs")
+    # The templates use `dir`, the path of the run folder.
+    variables = f'dir={runs}/{job.name}-"{job_id}"\nexport IMGKIT_RUN_DIR=$dir\n'
+    create_folder = render_template(job, "run-folder.sh.j2")
+    copy_code = render_template(job, "workspace.sh.j2")
     # The lines run in a subshell, because a person may type them: "set -e" would otherwise end that person's
     # shell after an error.
-    lines = f'dir={runs}/{job.name}-"{job_id}"\nexport IMGKIT_RUN_DIR=$dir\n(set -e\n'
-    for name in ("run-folder.sh.j2", "workspace.sh.j2"):
-        lines += render_template(job, name)
-    return f"{lines})"
+    return f"{variables}(set -e\n{create_folder}{copy_code})"

@@ -53,7 +53,7 @@ class Transport:
 
     name = ""
     """Name of the remote that submits the job, or "" for this machine."""
-    code_folder = ".imgkit-code"  # `--code .` leaves it out
+    code_store_name = ".imgkit-code"  # `--code .` leaves it out
     """Name of the store of code in the job's folder. It has one folder for each version of the code."""
 
     def login(self) -> None:
@@ -126,7 +126,7 @@ class Transport:
         ----------
         home : the folder that contains the store, as `home_of` returns it.
         """
-        write_folder(home / self.code_folder / code_folder.record.sha256, code_folder.tree.write)
+        write_folder(home / self.code_store_name / code_folder.record.sha256, code_folder.tree.write)
 
     def put_entry_points(self, job: Job, report: Reporter) -> None:
         """Write the entry points that are bound into the job's image, unless their folder already exists.
@@ -137,15 +137,16 @@ class Transport:
         write_folder(entry_points.mounted_folder(job), write)
 
     def make_run_folder(self, job: Job, code_folder: CodeFolder | None, report: Reporter) -> None:
-        """Create the run folder of a job that starts at once, so that no job script can create the folder.
+        """Create the run folder of a job that has no script which could create it, with a copy of the code.
 
-        The folder gets the run's copy of the code, or a script that makes this copy.
+        For a job of this machine, which starts at once, the code is copied here. For a job in pods, see
+        `VolumeStore`.
 
         Parameters
         ----------
-        code_folder : the code, or None if a resumed run in pods goes on with its copy as it is.
+        code_folder : the code. Only for a job in pods, it can be None.
         """
-        assert code_folder is not None  # noqa: S101 - only code needs the folder before the start
+        assert code_folder is not None  # noqa: S101 - without code, a job of this machine has no such folder
         folder = Path(job.run_folder)
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(mode=0o700)  # closed to other users, like the run folders that job scripts create
@@ -171,12 +172,11 @@ class Transport:
     def with_entry_points(self, prepared: PreparedJob) -> Job:
         """Return the job with imgkit's entry points bound into its image, if the image has none.
 
-        To find out, the image is inspected on the machine that has it.
+        To find out, Python is started once in the image, on the machine that has it.
         """
         job = prepared.job
+        # An image for other processors cannot be started. The checks before the submission report this error.
         if runtime_of(job).arch_error(job) is not None:
-            # The nodes have other processors than those for which the image was built. The checks before the
-            # submission report this error.
             return job
         return entry_points.bind_entry_points(job)
 
@@ -204,11 +204,12 @@ class Transport:
     def foreground_argv(self, job: Job, script: Script) -> Argv:
         """Return the argv that runs the job in this terminal, in the job's folder.
 
-        Only a script with `Script.foreground`, which is not queued, is run in this way.
+        Only a script with `Script.foreground`, which is not queued, is run in this way. On this machine, it
+        is the script's own command.
 
         Raises
         ------
-        Cut : the remote cannot be reached.
+        Cut : the job runs on a remote, which cannot be reached.
         """
         return script.submit
 
@@ -216,7 +217,7 @@ class Transport:
 class Ssh(Transport):
     """The transport of jobs that a remote submits. Commands run there over ssh, and rsync sends the files."""
 
-    code_folder = "code"
+    code_store_name = "code"
     store: Store
     """What imgkit's folder on the remote contains. `open_store` sets it before any other method uses it."""
 
@@ -276,19 +277,20 @@ class Ssh(Transport):
         report.stage(f"look at {self.name}")
         # The first word is the program that submits, such as sbatch or qsub. A remote without it is refused
         # before anything is sent.
-        contents = self.open_store(prepared.script.submit[0], prepared.code)
-        image_path = source.remote_image
+        remote_store = self.open_store(prepared.script.submit[0], prepared.code)
+        image_path = source.remote_image  # "" unless the user names an image that is on the remote already
         sent_image = None
-        image_id = ""
-        if not image_path:  # otherwise the user names an image that is on the remote already
-            sent_image = Delivery(source=source, connection=self.connection, report=report).bring(contents)
+        if not image_path:
+            image_delivery = Delivery(source=source, connection=self.connection, report=report)
+            sent_image = image_delivery.bring(remote_store)
             image_path = sent_image.path
-            # The job's record contains the id of the image only if imgkit built it.
-            if not source.is_foreign:
-                image_id = sent_image.image_id
+        image_id = ""
+        # The job's record contains the id of the image only if imgkit built it.
+        if sent_image is not None and not source.is_foreign:
+            image_id = sent_image.image_id
         _report_left_out(prepared.code, source.sif, sent_image, report)
         report.stage(f"submit to {self.name}")
-        job = source.job_on_remote(contents.home, image_path)
+        job = source.job_on_remote(remote_store.home, image_path)
         job = packages.bring(job, image_id, self.connection, self.run, report)
         return dataclasses.replace(prepared, job=job, image_id=image_id)
 
@@ -348,7 +350,7 @@ class Ssh(Transport):
                 label="code",
                 size_bytes=code_folder.tree.size_bytes,
                 home=str(home),
-                target=f"{self.code_folder}/{sha256}",
+                target=f"{self.code_store_name}/{sha256}",
                 similar=self.store.code[:_MAX_SIMILAR_FOLDERS],
                 is_prepared=sha256 == self.store.incoming_code,
                 report=report,
@@ -404,7 +406,7 @@ class VolumeStore(Transport):
     This machine submits them, and a remote stores their files on a volume.
     """
 
-    code_folder = "code"
+    code_store_name = "code"
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -423,10 +425,9 @@ class VolumeStore(Transport):
         self.login()
         remote = self.connection.remote
         report.stage(f"look at {remote.name}")
-        # Nothing is submitted on this remote, so no scheduler is needed there. The program "sh" always
-        # exists.
-        opened_store = self._files.open_store("sh", prepared.code)
-        job = volume.job_with_pod_paths(opened_store, prepared.job, remote)
+        # Nothing is submitted on this remote, so the only program that it needs is a shell.
+        remote_store = self._files.open_store(program="sh", code_folder=prepared.code)
+        job = volume.job_with_pod_paths(remote_store, prepared.job, remote)
         return dataclasses.replace(prepared, job=job)
 
     def bring_data(self, prepared: PreparedJob, report: Reporter) -> Job:

@@ -108,19 +108,22 @@ def make_run_folder(connection: Connection, store: Store, job: Job) -> None:
     ------
     Cut, ScriptFailed : the remote cannot be reached, or cannot create the folder.
     """
-    name = PurePosixPath(job.run_folder).name
-    used = UsedPaths.of_job(job, run=name)
+    run_name = PurePosixPath(job.run_folder).name
+    used = UsedPaths.of_job(job, run_name)
     script_variables = {
         "folder": store.home,
         # The name of the note in "jobs" is an id, such as "20261128-224000-3f2a".
-        "id": name.removeprefix(f"{job.name}-"),
-        "name": name,
+        "id": run_name.removeprefix(f"{job.name}-"),
+        "name": run_name,
         "note": f"{used.system}\n{used.lines_after_system()}",
         "resumed": "yes" if job.request.resumed else "",
-        "record": "",  # empty for a job without code, whose pods need no script
     }
-    if job.container.code is not None:
-        script_variables["record"] = job.container.code.text
-        script_variables["script"] = pods.start_script(job)
-        script_variables["script_name"] = pods.START_SCRIPT
+    if job.container.code is None:
+        script_variables["record"] = ""  # without code, the script on the remote writes no start script
+    else:
+        script_variables |= {
+            "record": job.container.code.text,
+            "script": pods.start_script(job),
+            "script_name": pods.START_SCRIPT,
+        }
     connection.run(_MAKE_RUN_FOLDER, script_variables)

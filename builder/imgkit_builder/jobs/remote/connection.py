@@ -153,7 +153,7 @@ class Connection:
         Cut, ScriptFailed, ToolFailed : in the cases of `run`.
         """
         token = secrets.token_hex(16)
-        host = self.host(by_transfer=by_transfer)
+        host = self.choose_host(by_transfer=by_transfer)
         # The remote takes as many bytes of its input for the script as `text` has. The rest is the script's
         # own input.
         text = f"{self.prelude(token, values)}\nset -- {shlex.join(args)}\n{script}".encode()
@@ -169,15 +169,17 @@ class Connection:
         finally:
             stdout.close()  # ends ssh if the caller stops reading early
 
-    def host(self, *, by_transfer: bool = False) -> str:
-        """Return the address of the login node, or of the host for transfers if the remote has one.
+    def choose_host(self, *, by_transfer: bool = False) -> str:
+        """Return the address of the host to which ssh connects, such as ``me@login1``.
 
         Parameters
         ----------
-        by_transfer : whether the host for transfers is preferred.
+        by_transfer : whether to prefer the remote's host for transfers. Without it, or if the remote has no
+            such host, the result is the address of the login node.
         """
-        if by_transfer and self.remote.transfer:
-            return self.remote.transfer
+        transfer_address = self.remote.transfer  # "" if the remote has no such host
+        if by_transfer and transfer_address:
+            return transfer_address
         return self.remote.address
 
     def prelude(self, token: str, values: Mapping[str, str]) -> str:

@@ -137,12 +137,15 @@ def _list_unchanged_code(connection: Connection, record: SubmittedJob) -> list[s
     """
     if record.code is None:
         return []
+    # The third argument of the script is the digest of today's code. It is empty, because the copy is
+    # compared only with the code that was sent.
     args = (str(record.job.run_folder), f"{record.job.directory}/code", "")
     output = b"".join(connection.stream(workspace.LIST, {}, args=args))
     listing = workspace.parse_listing(output)
     names = []
-    for name, version in listing.sent.items():
-        if listing.current.get(name) == version and "\n" not in name:
+    for name, sent_version in listing.sent.items():
+        is_unchanged = listing.current.get(name) == sent_version
+        if is_unchanged and "\n" not in name:
             names.append(name)
     return names
 

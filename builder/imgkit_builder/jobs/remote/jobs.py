@@ -134,7 +134,7 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
         export_line + _SUBMIT,
         # The last two replace variables of the user with the same names, because the script needs its own.
         {**user_variables, "folder": str(job.directory), "program": program},
-        args=(*_submission_args(job), *script.submit),
+        args=(*_submission_args(job), *script.submit),  # in the order that `_SUBMIT` expects
         data=[script.text.encode()] if script.on_stdin else [],
     )
     try:
@@ -154,13 +154,17 @@ def submit_script(connection: Connection, job: Job, script: Script) -> Generator
 def _submission_args(job: Job) -> Argv:
     """Return the first three arguments of the script `_SUBMIT`, which submits the job on the remote.
 
-    They are the first line of the file ``jobs/ID``, which is the system, the other lines of that file, and
-    the paths of the image, code and data. The script depends on this order. It checks that these paths still
-    exist, because `imgkit remote gc` may have removed them meanwhile. The run folder need not exist yet.
+    The script writes the first two to the file ``jobs/ID``. It checks that the paths of the image, code and
+    data in the third one still exist, because `imgkit remote gc` may have removed them meanwhile.
     """
-    resumed = job.request.resumed
-    used = UsedPaths.of_job(job, run=resumed.folder.name if resumed else "")
-    return (used.system, used.lines_after_system(), "\n".join(used.stored_paths))
+    run_name = ""  # a new run folder, which the job creates, is named by the job's id
+    if job.request.resumed is not None:
+        run_name = job.request.resumed.folder.name
+    used = UsedPaths.of_job(job, run_name)
+    first_note_line = used.system
+    other_note_lines = used.lines_after_system()
+    required_paths = "\n".join(used.stored_paths)
+    return (first_note_line, other_note_lines, required_paths)
 
 
 def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: str = "") -> Finished:
@@ -178,17 +182,18 @@ def run_scheduler_command(connection: Connection, argv: Sequence[str], *, file: 
     Cut : the remote cannot be reached.
     TooLong : the command printed more than `process.MOST_BYTES`.
     """
-    # The generator below changes this value if the command fails. It is final only when all output has been
-    # read, which `answer` does.
     exit_code = 0
 
     def stream_output() -> Generator[bytes, None, None]:
+        # If the command fails, `stream` raises an error after the last output. It is caught here and not
+        # around `answer`, which would lose the output.
         nonlocal exit_code
         try:
             yield from connection.stream(_RUN, {"program": argv[0], "file": file}, args=argv)
         except ScriptFailed as error:
             exit_code = error.code
 
+    # `answer` reads all output. Only then has `stream_output` ended, and `exit_code` its final value.
     output = connection.answer(stream_output()).decode(errors="replace")
     return Finished(argv=tuple(argv), returncode=exit_code, output=output)
 

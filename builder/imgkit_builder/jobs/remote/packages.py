@@ -36,6 +36,7 @@ def machine_of(connection: Connection, program: str, modules: Sequence[str] = ()
 
     def run_script(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
         values = {"program": program}
+        # `ImageMachine` requires that the script's input stays open until the script ends, so `hold` is set.
         return connection.stream(FIND_PROGRAM + script, values, args=args, data=data, hold=True)
 
     return ImageMachine(

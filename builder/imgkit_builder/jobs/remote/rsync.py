@@ -108,7 +108,7 @@ def run_rsync(
     ScriptFailed : rsync failed.
     """
     process.require_program("rsync", hint=INSTALL)
-    host = connection.host(by_transfer=True)
+    host = connection.choose_host(by_transfer=True)
     # openrsync splits the value of --rsh at blanks. So the folder is in /tmp, whose path contains none. The
     # file `shell` is run by sh, because some sites do not allow programs to be executed in /tmp.
     with tempfile.TemporaryDirectory(prefix="imgkit-", dir="/tmp") as work:
@@ -182,6 +182,7 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
     for chunk in process.filter_through(argv, ()):  # rsync gets an empty input
         # Only the end of the output is kept, because the statistics are there and the output can be long.
         output_end = (output_end + chunk)[-_TAIL_BYTES:]
+        # A position that is split between two chunks is missed. Then only the reported progress is too low.
         for match in _POSITION.finditer(chunk):
             position = finished_bytes + _parse_number(match["bytes"].decode())
             report.advance(position, size_bytes)

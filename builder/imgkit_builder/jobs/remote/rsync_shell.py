@@ -26,21 +26,37 @@ _CONNECTION_LOST = 255
 
 
 def main(config_json: str, _host: str, *args: str) -> int:
-    """Run rsync's server, the command in `args`, on the remote. Return the exit code of ssh.
+    """Run rsync's server on the remote, and return the exit code of ssh. rsync calls this instead of ssh.
 
-    The exit code is also written to the file ``config["status"]``, because rsync itself may exit with another
-    code.
+    Parameters
+    ----------
+    config_json : a JSON object with texts. ``ssh`` is an exception: it is a list, the start of the ssh
+        command. The script for the remote consists of ``prelude``, which sets variables and prints ``token``,
+        and of ``script``, which runs its arguments. ``line`` is the command line for the login shell, which
+        reads ``{count}`` bytes of script from its input. In the arguments of the server, ``placeholder``
+        stands for ``folder``. The exit code is also written to the file ``status``, because rsync itself may
+        exit with another code.
+    args : the command of rsync's server.
     """
     config = json.loads(config_json)
     server_argv = [argument.replace(config["placeholder"], config["folder"]) for argument in args]
     script = f"{config['prelude']}\nset -- {shlex.join(server_argv)}\n{config['script']}".encode()
-    ssh_argv = [*config["ssh"], config["line"].format(count=len(script))]
-    code = _run_ssh(ssh_argv, script, config["token"].encode() + b"\n")
-    # "r+b" opens only a file that exists. This process may outlive imgkit, which removes its temporary folder
-    # at its end. A new file in that folder would make the removal fail.
-    with contextlib.suppress(FileNotFoundError), Path(config["status"]).open("r+b") as stream:
-        stream.write(str(code).encode())
+    login_shell_line = config["line"].format(count=len(script))
+    token_line = config["token"].encode() + b"\n"
+    code = _run_ssh([*config["ssh"], login_shell_line], script, token_line)
+    _write_status(Path(config["status"]), code)
     return code
+
+
+def _write_status(file: Path, code: int) -> None:
+    """Write the exit code of ssh to `file`, unless imgkit has removed it.
+
+    This process may outlive imgkit, which removes its temporary folder at its end. A new file in that folder
+    would make the removal fail.
+    """
+    # "r+b" opens only a file that exists.
+    with contextlib.suppress(FileNotFoundError), file.open("r+b") as stream:
+        stream.write(str(code).encode())
 
 
 def _run_ssh(argv: Sequence[str], script: bytes, token_line: bytes) -> int:

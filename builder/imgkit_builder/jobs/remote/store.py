@@ -275,24 +275,26 @@ class UsedPaths:
     """Name of the run folder, or "" for ``NAME-ID``. A resumed job uses the folder of an earlier job."""
 
     @classmethod
-    def of_job(cls, job: Job, run: str = "") -> UsedPaths:
+    def of_job(cls, job: Job, run_name: str) -> UsedPaths:
         """Return the paths that `job` uses.
 
         Parameters
         ----------
-        run : the name of its run folder, or "" for ``NAME-ID``.
+        run_name : the name of its run folder, or "" for ``NAME-ID``.
         """
         store_prefix = f"{job.directory}/"
         container = job.container
         paths = []
-        if container.image.startswith("/"):  # pods have no such path, because they pull their image
+        # Pods pull their image, so it has no path. An image outside of the store keeps its absolute path,
+        # because the submission checks that the file still exists.
+        if container.image.startswith("/"):
             paths.append(container.image.removeprefix(store_prefix))
         data_folders = [mount.source for mount in container.data]
         for path in (container.code_folder, *data_folders):
             # Data outside of the store is left out, because `gc` never removes it.
             if path.startswith(store_prefix):
                 paths.append(path.removeprefix(store_prefix))
-        return cls(system=job.system, job_name=job.name, stored_paths=tuple(paths), run=run)
+        return cls(system=job.system, job_name=job.name, stored_paths=tuple(paths), run=run_name)
 
     @classmethod
     def parse(cls, lines: Sequence[str]) -> UsedPaths:

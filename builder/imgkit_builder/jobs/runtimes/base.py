@@ -1,7 +1,7 @@
 """The base class of the runtimes. It implements what most of them share.
 
 The variables of a job reach the command in one of two ways. Docker gets them as options
-(`environment_by_options`). Other runtimes inherit imgkit's settings from the shell that starts them, and
+(`passes_variables_as_options`). Other runtimes inherit imgkit's settings from the shell that starts them, and
 ``env`` sets the user's variables inside the container.
 """
 
@@ -66,7 +66,7 @@ At some sites, Slurm shows only one GPU to the only task of a node, unless srun 
 """
 # Starts of paths that are inside one of `HOST_FOLDERS`, such as "/usr/lib64/". They need no mount of their
 # own.
-_BELOW_HOST_FOLDERS = tuple(f"{folder}/" for folder in HOST_FOLDERS)
+_HOST_FOLDER_PREFIXES = tuple(f"{folder}/" for folder in HOST_FOLDERS)
 
 
 # Shell text that prints the digest of the image file in its first argument. For a folder it prints "folder",
@@ -87,7 +87,7 @@ class Runtime(abc.ABC):
     """Whether the command runs in a container."""
     is_isolated: bool = False
     """Whether the command sees no folders and no variables of the machine that submits the job."""
-    environment_by_options: bool = False
+    passes_variables_as_options: bool = False
     """Whether options of the runtime set the variables and the working directory of the command.
 
     If not, the command inherits them from the shell that starts the runtime.
@@ -100,7 +100,7 @@ class Runtime(abc.ABC):
     """
     squashfs_options: str = ""
     """Options of a mount for the content of a squashfs. It is empty if the runtime has no such mounts."""
-    without_mounts: str = ""
+    no_mounts_hint: str = ""
     """Hint for a user who chooses a Python in the image, if the runtime mounts no folders."""
     opens_shells: bool = False
     """Whether a login shell on a node of a running job can open another shell in the job's image."""
@@ -143,7 +143,7 @@ class Runtime(abc.ABC):
         UsageError : the runtime cannot start such an image, or has no default and `reference` is empty.
         """
 
-    def is_foreign(self, job: Job) -> bool:
+    def needs_entry_points(self, job: Job) -> bool:
         """Return whether imgkit must bind its entry points (``dist-run`` and others) into the image.
 
         This is necessary if imgkit did not build the image, or if the user chooses another Python in it.
@@ -155,7 +155,7 @@ class Runtime(abc.ABC):
         path = Path(job.container.image)
         if image.is_sif(path):
             sif = image.read(path)
-            if sif.encrypted:
+            if sif.encrypted:  # imgkit cannot look into it
                 raise UsageError(
                     "the .sif is encrypted: each node would need its key",
                     where=str(path),
@@ -163,7 +163,8 @@ class Runtime(abc.ABC):
                 )
             if sif.record is None:  # imgkit writes its record into each .sif
                 return True
-        return job.request.container.python_flag != "" or self._lacks_manifest(path)
+        chooses_python = job.request.container.python_flag != ""
+        return chooses_python or self._lacks_manifest(path)
 
     def _lacks_manifest(self, path: Path) -> bool:
         """Return whether `path` is an image file on this machine that contains no manifest of imgkit.
@@ -223,13 +224,14 @@ class Runtime(abc.ABC):
             )
 
     def check_submission(self, job: Job) -> None:
-        """Check the image, and the variables of this machine, before the job waits in a queue.
+        """Check that the nodes can run the image, before the job waits in a queue.
+
+        Some runtimes also check whether the image exists and is complete, and the variables of this machine.
 
         Raises
         ------
-        UsageError : the image does not exist or is for other nodes, or a variable would change how the job
-            starts.
-        CheckFailed : the image is cut short.
+        UsageError : the image is for other processors than those of the nodes, or a further check failed.
+        CheckFailed : the image is cut short. Only pyxis raises this error.
         """
         error = self.arch_error(job)
         if error is not None:
@@ -244,7 +246,7 @@ class Runtime(abc.ABC):
         """
         if not self.mounts_folders:
             message = f"{self.kind} binds nothing into an image"
-            raise UsageError(message, where=flag, hint=self.without_mounts)
+            raise UsageError(message, where=flag, hint=self.no_mounts_hint)
 
     def can_mount(self, path: str) -> bool:
         """Return whether the runtime can mount something at `path`, which must be absolute."""
@@ -259,20 +261,27 @@ class Runtime(abc.ABC):
     def argv(self, job: Job, command: Argv, *, forward: Argv = ()) -> Argv:
         """Return the argv that starts `command` in the job's image, with the user's variables set.
 
+        In the image, up to four programs start one after the other before ``dist-run train.py``::
+
+            bash -c SCRIPT bash 'conda activate ml'     (--activate)
+            env LR=0.1                                  (variables of the user and of the recipe's system)
+            sh -c SCRIPT sh                             (the search path for added packages)
+            /opt/python -I -m imgkit_entrypoints        (an image without imgkit's entry points)
+
         Parameters
         ----------
         forward : names of variables that docker passes on from its own environment. Other runtimes pass on
             all variables.
         """
         python = self._entry_point_python(job)
-        python_options: Argv = ()
+        python_argv: Argv = ()
         if python and command and command[0].startswith("dist-"):
             # PYTHONPATH cannot be used to find the package. Python ignores it with -I, and the entry points
             # start their workers with -I as well.
-            python_options = (python, "-I", "-m", PACKAGE)
-        # Each part runs the rest of the argv. The command of --activate comes first, so that it cannot
-        # replace the user's variables.
-        prefix = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_options)
+            python_argv = (python, "-I", "-m", PACKAGE)
+        # --activate comes before the user's variables, so that it cannot replace them. The search path comes
+        # after both, because it is put before the PYTHONPATH that they set.
+        prefix = (*_activation_argv(job), *self._env_argv(job), *_packages_argv(job), *python_argv)
         return self._start(job, (*prefix, *command), forward)
 
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
@@ -300,21 +309,22 @@ class Runtime(abc.ABC):
     def _env_argv(self, job: Job) -> Argv:
         """Return the start of a command that sets variables inside the container: ``env NAME=VALUE ...``.
 
-        They are the variables of the user and of the recipe's system. The result is empty if there are none,
-        or if options of the runtime set them.
+        They are the variables of the user and of the recipe's system, for example
+        ``env LR=0.1 "NCCL_DEBUG=$NCCL_DEBUG"``. The result is empty if there are none, or if options of the
+        runtime set them.
         """
-        if self.environment_by_options:
-            return ()
-        assignments = quoting.assignments(job.container.env)
-        if self.has_container:  # without one, the exports alone are enough
-            # `exports` sets these variables on the node, and the shell of the node replaces $NAME by the
-            # value.
-            assignments += [quoting.ShellText(f'"{name}=${name}"') for name in self.system_variables(job)]
-        if not assignments:
-            return ()
         # env is used instead of --env and SINGULARITYENV_*, in whose values Apptainer and older versions of
         # Singularity execute $(...). It is used instead of exported variables, because a variable that the
         # image sets would override them.
+        if self.passes_variables_as_options:
+            return ()
+        assignments = quoting.assignments(job.container.env)
+        if self.has_container:
+            # `exports` sets the variables of the recipe's system in the shell of the node, which replaces
+            # $NAME by the value. Without a container, the command inherits them from that shell.
+            assignments += [quoting.ShellText(f'"{name}=${name}"') for name in self.system_variables(job)]
+        if not assignments:
+            return ()
         return ("env", *assignments)
 
     def shell(self, job: Job) -> Argv:
@@ -415,16 +425,16 @@ class Runtime(abc.ABC):
         variables = self.system_variables(job)
         # The check comes first, because the lines after it use the variables of the site.
         lines = self._require_site_variables(job, variables)
-        lines += quoting.export_lines(job.settings)
+        lines += quoting.export_lines(job.settings)  # imgkit's own variables
         if container.env_file:
             lines.append(_EXPORT_ENV_FILE.format(file=shlex.quote(container.env_file)))
         if container.entry_points is not None and container.entry_points.digest:
             lines.append(self._refuse_changed_image(job, container.entry_points.digest))
         # A value in system.env can contain the path of the job's folder, as a variable that only imgkit can
-        # set.
+        # set. So it is set before those values, or before docker gets them.
         if JOB_FOLDER in site_variables(*variables.values()):
             lines += quoting.export_lines({JOB_FOLDER: str(job.directory)})
-        if not self.environment_by_options:
+        if not self.passes_variables_as_options:
             lines += quoting.default_exports(variables)
         return tuple(lines)
 
@@ -456,19 +466,19 @@ class Runtime(abc.ABC):
         image, and leaves out values that are wrong for its node.
         """
         system_facts = job.recipe.system
-        overridden = user_variables(job.container)  # a new set, which is changed below
+        left_out_names = user_variables(job.container)  # a new set, which is changed below
         partition = system_facts.partitions.get(job.allocation.queue)
         if partition is not None and partition.interfaces:
             # The nodes of this partition have other network interfaces than those in system.env.
-            overridden |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
+            left_out_names |= {"NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"}
         reads_env_in_image = self.has_container and job.runs_entry_point
         variables = {}
         for name, value in system_facts.env.items():
-            if name in overridden:
+            if name in left_out_names:
                 continue
             if name == VISIBLE_GPUS:
-                # system.env lists all GPUs of a node, but the job may have requested fewer. With 0 GPUs, the
-                # value is empty, which hides them all.
+                # system.env lists all GPUs of a node, but the job may have requested fewer. For 2 GPUs,
+                # "0,1,2,3" -> "0,1". With 0 GPUs, the value is empty, which hides them all.
                 indices = value.split(",")[: job.allocation.gpus]
                 variables[name] = ",".join(indices)
             elif not reads_env_in_image:
@@ -514,7 +524,7 @@ fi"""
         entry_points = container.entry_points
         if entry_points:
             folder = entry_points.folder
-            mounts.append(f"{folder}/{PACKAGE}:{entry_points.site}/{PACKAGE}:ro")
+            mounts.append(f"{folder}/{PACKAGE}:{entry_points.package_folder}/{PACKAGE}:ro")
             mounts.append(f"{folder}/{SYSTEM_JSON.name}:{SYSTEM_JSON}:ro")
         # The job's folder has the same path in the container as on the node.
         mounts.append(str(job.directory))
@@ -524,21 +534,26 @@ fi"""
         """Yield mounts of the host's libraries, such as those for its network, each as ``SRC:DEST:ro``.
 
         With ``fabric.host_libs: auto``, the node agent chooses single libraries in the container. The host's
-        folders are then mounted below `HOST`, where no program finds them without the node agent. Otherwise,
-        the folders that the recipe lists are mounted at their own paths.
+        folders are then mounted below `HOST`, where no program finds them without the node agent:
+        ``/usr:/run/imgkit/host/usr:ro``. Otherwise, the folders that the recipe lists are mounted at their
+        own paths.
         """
         system_facts = job.recipe.system
-        libraries = system_facts.runtime.host_libs
-        if system_facts.fabric.host_libs == "auto":
-            # `HOST_FOLDERS` are mounted in any case, so what is below them needs no mount of its own.
-            other_folders = [folder for folder in libraries if not folder.startswith(_BELOW_HOST_FOLDERS)]
-            for folder in (*HOST_FOLDERS, *other_folders):
+        listed_folders = system_facts.runtime.host_libs
+        node_agent_chooses = system_facts.fabric.host_libs == "auto"
+        if node_agent_chooses:
+            folders = list(HOST_FOLDERS)
+            # A listed folder below one of `HOST_FOLDERS` is mounted together with it.
+            folders += [folder for folder in listed_folders if not folder.startswith(_HOST_FOLDER_PREFIXES)]
+            for folder in folders:
                 yield f"{folder}:{HOST}{folder}:ro"
-        # Docker would also need an option for LD_LIBRARY_PATH. So with Docker, libraries of the host are used
-        # only if the node agent chooses them.
-        elif not self.environment_by_options:
-            for folder in libraries:
-                yield f"{folder}:{folder}:ro"
+            return
+        # With Docker, libraries of the host are used only if the node agent chooses them. The listed folders
+        # would also need an option for LD_LIBRARY_PATH.
+        if self.passes_variables_as_options:
+            return
+        for folder in listed_folders:
+            yield f"{folder}:{folder}:ro"
 
     def listed_libraries(self, job: Job) -> tuple[str, ...]:
         """Return the recipe's folders of libraries that are added to LD_LIBRARY_PATH.
@@ -632,6 +647,7 @@ def _activation_argv(job: Job) -> Argv:
         # and run a single program. A second eval parses the value as shell text, which may contain several
         # commands.
         command_line = f'eval "{command_line}"'
+    # The script evaluates its first argument, the command line, and then runs the arguments after it.
     return ("bash", "-c", _RUN_ACTIVATED, "bash", command_line)
 
 

@@ -44,13 +44,13 @@ class Docker(Runtime):
         *("--gpus=all", "--ipc=host", "--ulimit=memlock=-1", "--ulimit=stack=67108864"),
         "--network=host",  # NCCL and the rendezvous choose their own ports between the nodes
     )
-    environment_by_options = True
+    passes_variables_as_options = True
 
     def image(self, reference: str, recipe_name: str, directory: Path) -> str:
         """Return the name of the image. The default is the recipe's image, ``RECIPE:latest``."""
         return check_reference(reference) or f"{recipe_name}:latest"
 
-    def is_foreign(self, job: Job) -> bool:
+    def needs_entry_points(self, job: Job) -> bool:
         """Return whether the user names an image, or chooses a Python in it.
 
         The default image is from imgkit.
@@ -112,30 +112,47 @@ class Docker(Runtime):
     def _start(self, job: Job, command: Argv, forward: Argv) -> Argv:
         """Return the ``docker run`` command that starts `command` in the job's image.
 
-        The shell of the node replaces variables of the site, such as $SCRATCH, in mounts and in values of the
-        recipe. It does not replace variables in a value of the user (``--env``).
+        The shell of the node replaces variables of the site, such as $SCRATCH, in mounts.
+
+        Parameters
+        ----------
+        forward : names of variables that docker passes on from its own environment.
         """
         container = job.container
-        # `job.settings` are imgkit's own variables. A variable of the user replaces one of the same name.
-        variables = {name: value for name, value in job.settings.items() if name not in container.env}
-        variables |= self.system_variables(job)
         mounts = map(quoting.quote_with_site_variables, with_targets(self.mounts(job)))
-        assignments = [
-            *map(quoting.quote_with_site_variables, quoting.assignments(variables)),
-            *quoting.assignments(container.env),
-        ]
-        options = [
+        options = (
             *self.options(job),
             *quoting.repeat_option("--volume", mounts),
             "--workdir",
             container.workdir or str(job.directory),
-            *quoting.repeat_option("--env", assignments),
+            *self._variable_options(job, forward),
+        )
+        return (self.program(job.recipe), "run", "--rm", *options, container.image, *command)
+
+    def _variable_options(self, job: Job, forward: Argv) -> Argv:
+        """Return the options of docker that set the variables of the job in the container.
+
+        The shell of the node replaces variables of the site, such as $SCRATCH, in values of the recipe. It
+        does not replace variables in a value of the user (``--env``).
+
+        Parameters
+        ----------
+        forward : names of variables that docker passes on from its own environment.
+        """
+        container = job.container
+        # `job.settings` are imgkit's own variables. A variable of the user replaces one of the same name, and
+        # `system_variables` leaves out those of the user as well.
+        variables = {name: value for name, value in job.settings.items() if name not in container.env}
+        variables |= self.system_variables(job)
+        assignments = [
+            *map(quoting.quote_with_site_variables, quoting.assignments(variables)),
+            *quoting.assignments(container.env),
         ]
+        options = quoting.repeat_option("--env", assignments)
         if container.env_file:
             options += ("--env-file", container.env_file)
         # For a name without a value, docker takes the value from its own environment.
-        options += quoting.repeat_option("--env", (*container.names, *forward))
-        return (self.program(job.recipe), "run", "--rm", *options, container.image, *command)
+        return (*options, *quoting.repeat_option("--env", (*container.names, *forward)))
 
     def _digest_command(self, job: Job, digest: str) -> tuple[str, str]:
         """Return the shell command that prints the id of the image on the node, and the expected id."""

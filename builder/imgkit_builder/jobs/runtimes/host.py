@@ -22,7 +22,7 @@ class Host(Runtime):
 
     kind: RuntimeKind = "host"
     has_container = False
-    without_mounts = "leave it out"
+    no_mounts_hint = "leave it out"
     opens_shells = True
 
     def image(self, reference: str, recipe_name: str, directory: Path) -> str:

@@ -17,7 +17,7 @@ class Pod(Runtime):
 
     kind = "kubernetes"
     is_isolated = True
-    without_mounts = "build an image with that one as its base"
+    no_mounts_hint = "build an image with that one as its base"
 
     def image(self, reference: str, recipe_name: str, directory: Path) -> str:
         """Return the name of the image in a registry. Raise UsageError if the user has not named an image."""

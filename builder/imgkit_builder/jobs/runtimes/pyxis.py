@@ -96,7 +96,7 @@ class Pyxis(Runtime):
             return str(directory / f"{recipe_name}.sqsh")
         if _is_file(reference):
             return str(directory / reference)
-        _check_registry(reference)
+        _refuse_misread_registry(reference)
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._@:/#+-]*", reference):
             hint = "REGISTRY#NAME:TAG, or a .sqsh"
             raise UsageError(f"{reference!r} is not an image", where="--image", hint=hint)
@@ -286,29 +286,30 @@ class Pyxis(Runtime):
         return f"srun --container-image={shlex.quote(job.container.image)} --pty bash"
 
 
-def _check_registry(text: str) -> None:
-    """Check that pyxis recognizes the registry in `text`, the name of an image.
+def _refuse_misread_registry(text: str) -> None:
+    """Raise UsageError if pyxis would not recognize the registry in `text`, the name of an image.
 
     enroot separates the registry from the image by "#". It would look for ``nvcr.io/nvidia/pytorch:24.05`` or
     ``docker://...`` on Docker Hub.
-
-    Raises
-    ------
-    UsageError : `text` contains a scheme, or its registry ends with "/".
     """
-    scheme, _, reference = text.rpartition("://")
+    scheme, _, reference = text.rpartition("://")  # `scheme` is "" if there is none
     first_part, slash, name = reference.partition("/")
-    # The rule is that of Docker: the first part of a name is a registry if it contains a dot or a port, or is
-    # "localhost".
-    is_registry = re.search(r"[.:]|^localhost$", first_part) is not None
-    ends_with_slash = is_registry and slash != "" and "#" not in text
-    if not scheme and not ends_with_slash:
+    has_registry_before_slash = slash != "" and _is_registry(first_part) and "#" not in text
+    if not scheme and not has_registry_before_slash:
         return
     hint = "--image REGISTRY#NAME:TAG, or a .sqsh"
     if name:
         hint = f"--image {first_part}#{name}"
     message = f"pyxis would look for {text!r} at Docker Hub: it separates the registry by #"
     raise UsageError(message, where="--image", hint=hint)
+
+
+def _is_registry(first_part: str) -> bool:
+    """Return whether the part of an image's name before the first slash is a registry, such as ``nvcr.io``.
+
+    The rule is that of Docker: a registry contains a dot or a port, or is ``localhost``.
+    """
+    return re.search(r"[.:]|^localhost$", first_part) is not None
 
 
 def _refuse_pyxis_variables() -> None:

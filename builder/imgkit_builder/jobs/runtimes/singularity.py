@@ -99,25 +99,37 @@ class Singularity(Runtime):
         """Return the argv of a shell in the job's image.
 
         It is ``singularity shell``, unless something must be set up in the container before the shell starts.
+        Then it is ``singularity exec`` with bash, like the start of a command.
         """
         # Without a command, `system_variables` returns all variables of the system.
-        job = dataclasses.replace(job, command=())
-        has_variables = job.container.env or self.system_variables(job)
-        if has_variables or job.request.container.activate or job.container.packages or _is_sqsh(job):
-            return super().shell(job)
-        return self._argv_to_image(job, "shell")
+        shell_job = dataclasses.replace(job, command=())
+        container = shell_job.container
+        needs_setup = (
+            bool(container.env)
+            or bool(self.system_variables(shell_job))
+            or shell_job.request.container.activate != ""
+            or bool(container.packages)
+            or _is_sqsh(shell_job)  # `_start` sets the image's own variables
+        )
+        if needs_setup:
+            return super().shell(shell_job)
+        return self._argv_to_image(shell_job, "shell")
 
     def exports(self, job: Job) -> tuple[str, ...]:
         """Return shell lines that set the variables of the job, and the library path for the container.
 
         Singularity takes the library path from a variable such as ``SINGULARITYENV_LD_LIBRARY_PATH``.
         """
+        # Variables of the user's shell may keep the job's variables out of the container, so they are unset.
         lines = (_UNSET_CLEAN_VARIABLES, *super().exports(job))
         libraries = ":".join(self.listed_libraries(job))
-        if not libraries or _is_sqsh(job):
+        if not libraries or _is_sqsh(job):  # for a plain squashfs, `_start` sets the library path
             return lines
         program = PurePath(self.program(job.recipe)).name
         prefix = "APPTAINERENV" if program == "apptainer" else "SINGULARITYENV"
+        # For example:
+        #     libraries="$NVHPC/lib:/opt/lib"
+        #     export SINGULARITYENV_LD_LIBRARY_PATH="$libraries"'${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}'
         # The shell of the node replaces variables of the site in the folders. LD_LIBRARY_PATH must be
         # replaced later, inside the container, so it is in single quotes.
         return (

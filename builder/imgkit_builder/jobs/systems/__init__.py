@@ -154,7 +154,8 @@ class System(abc.ABC):
         ------
         UsageError : the system has no queue for such a job, or cannot use such a file.
         """
-        if runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated:
+        runs_in_pods = runtimes.get_runtime(job.recipe.system.runtime.kind).is_isolated
+        if runs_in_pods:
             message = "pods pull their image from a registry; a .sif is of no use to them"
             hint = f"imgkit push {job.recipe.name} REGISTRY/{job.recipe.name}:1"
         else:
@@ -165,14 +166,16 @@ class System(abc.ABC):
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterable[str]:
         """Return warnings about requests that the user may not have intended.
 
+        Some systems override this method and check more.
+
         Parameters
         ----------
-        is_submitted : whether this machine submits the job now. If so, facts about this machine are checked
-            too, for example a program on its PATH.
+        is_submitted : whether this machine submits the job now. If so, some systems also check facts about
+            this machine, for example a program on its PATH.
 
         Raises
         ------
-        UsageError : a check for `is_submitted` failed.
+        UsageError : a further check of a system failed.
         """
         warnings = [*single_process_warnings(job.command), *partial_node_warnings(job)]
         if not self.abilities.spares_take_over:
@@ -180,17 +183,19 @@ class System(abc.ABC):
         return warnings
 
     def parse_job_id(self, output: str, name: str) -> str:
-        """Return the job's id from the output of the command that submitted the job.
+        """Return the job's id, which is the last line in the output of the command that submitted the job.
 
-        The id is ``ID``, or ``ID;CLUSTER`` if Slurm manages several clusters. If the output contains no id,
-        the result is empty. The caller checks that the result has the form of an id.
+        Systems with another output override this method. Their result is ``ID``, ``ID;CLUSTER`` if Slurm
+        manages several clusters, or empty if the output contains no id. The caller checks that the result has
+        the form of an id.
 
         Parameters
         ----------
         output : the output of the command.
-        name : the name of the job.
+        name : the name of the job. In RunAI, it is also the id.
         """
-        return output.strip().rpartition("\n")[2]
+        _, _, last_line = output.strip().rpartition("\n")
+        return last_line
 
     @abc.abstractmethod
     def status_commands(self, record: QueuedJob) -> tuple[Argv, ...]:
@@ -219,22 +224,23 @@ class System(abc.ABC):
     def cancel_command(self, record: QueuedJob) -> Argv:
         """Return the command that ends the job."""
 
-    def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
+    def shell_command(self, record: QueuedJob, shell_line: str, node: str) -> JobShell:
         """Return the command that opens a shell in the running job.
 
         Parameters
         ----------
-        line : a command line for a login shell on a node of the job. It opens a shell in a container like the
-            job's.
+        shell_line : `record.shell_line` with the job's run folder: a command line for a login shell on a node
+            of the job, which opens a shell in a container like the job's. It is of no use if
+            `record.shell_line` is empty, because the runtime cannot start a second container.
         node : the node or pod in which the shell opens. If it is empty, the shell opens in the first one.
 
         Raises
         ------
-        UsageError : the system cannot start anything in a running job.
+        UsageError : the system cannot start anything in a running job. The hint says how to do so by hand.
         """
         hint = None
         if record.shell_line:
-            hint = f"on a node of the job: bash -lc {shlex.quote(line)}"
+            hint = f"on a node of the job: bash -lc {shlex.quote(shell_line)}"
         raise UsageError(f"{record.system} starts no shell in a running job", where="--job", hint=hint)
 
 

@@ -7,7 +7,7 @@ document for Kubernetes.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,8 @@ STATES: Mapping[str, JobState] = {
     "Failed": "failed",
 }
 """The meaning of the types of conditions, for a PyTorchJob (kubeflow.org/v1) and a TrainJob (v1alpha1)."""
+_LARGE_SHM = "--large-shm"
+"""The option of RunAI's client for shared memory without the default limit."""
 # The label that selects the pods of a job, by the kind of the job.
 _SELECTORS = {
     "pytorchjob": "training.kubeflow.org/job-name",
@@ -98,16 +100,15 @@ class Kubeflow(pods.Pods):
         options = ("--follow", "--prefix", "--tail=-1", "--max-log-requests=1000")
         return ("kubectl", "logs", selector, *options, *_namespace_options(record.queue))
 
-    def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
-        """Return the command that opens a shell in a pod's container, next to the job's program."""
-        kind, name = _split_job_id(record)
-        pod = node
-        if not pod and kind == "trainjob":
-            # JobSet gives its Jobs fixed names, but the names of their pods end with random characters. With
-            # "job/NAME", kubectl itself finds the pod.
-            pod = f"job/{name}-node-0"
-        elif not pod:
-            pod = f"{name}-master-0"
+    def shell_command(self, record: QueuedJob, shell_line: str, node: str) -> JobShell:
+        """Return the command that opens a shell in a pod's container, next to the job's program.
+
+        Parameters
+        ----------
+        shell_line : is not used, because the shell needs no other container.
+        node : the name of the pod, or "" for the first one.
+        """
+        pod = node or _first_pod(record)
         namespace = _namespace_options(record.queue)
         argv = ("kubectl", "exec", *namespace, "--stdin", "--tty", pod, "--", "bash")
         return JobShell(argv=argv, description=pods.SAME_CONTAINER)
@@ -181,7 +182,6 @@ def _parse_client_options(job: Job) -> _ClientOptions:
     """Translate options of RunAI's client, from the recipe and the user, to parts of a Kubeflow document.
 
     ``["--annotation", "team=a", "--large-shm"]`` -> the annotation ``{"team": "a"}`` and large shared memory.
-    The value of an option is in the same item (``--name=value``) or in the next one (``--name``, ``value``).
 
     Raises
     ------
@@ -191,20 +191,29 @@ def _parse_client_options(job: Job) -> _ClientOptions:
     resources: dict[str, str] = {}
     values_of_flag = {"--annotation": annotations, "-a": annotations, "--extended-resource": resources}
     large_shm = False
-    # An iterator, so that the value of an option can be taken from the next item.
-    options = iter((*job.recipe.system.queue.options, *job.request.allocation.options))
-    for option in options:
-        flag, equals_sign, pair = option.partition("=")
-        if flag == "--large-shm":
+    items = (*job.recipe.system.queue.options, *job.request.allocation.options)
+    for flag, assignment in _split_options(items):
+        if flag == _LARGE_SHM:
             large_shm = True
             continue
-        if not equals_sign:
-            pair = next(options, "")  # this item is not an option, and the loop skips it
-        name, separator, value = pair.partition("=")
-        if flag not in values_of_flag or not separator:
+        name, equals_sign, value = assignment.partition("=")
+        if flag not in values_of_flag or not equals_sign:
             raise _unsupported_option_error(job, flag)
         values_of_flag[flag][name] = value
     return _ClientOptions(annotations=annotations, resources=resources, large_shm=large_shm)
+
+
+def _split_options(items: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield the flag and the value of each option: ``("--annotation", "team=a")``, ``("--large-shm", "")``.
+
+    The value of an option is in the same item (``--name=value``) or in the next one (``--name``, ``value``).
+    """
+    remaining_items = iter(items)
+    for item in remaining_items:
+        flag, equals_sign, value = item.partition("=")
+        if not equals_sign and flag != _LARGE_SHM:  # the only flag without a value
+            value = next(remaining_items, "")  # takes this item from the loop, because it is not an option
+        yield flag, value
 
 
 def _unsupported_option_error(job: Job, flag: str) -> UsageError:
@@ -399,6 +408,16 @@ def _pod_resources(job: Job) -> dict[str, Any]:
     if memory:
         requests["memory"] = memory
     return {"limits": limits, "requests": requests}
+
+
+def _first_pod(record: QueuedJob) -> str:
+    """Return the name by which kubectl finds the first pod of the job."""
+    kind, name = _split_job_id(record)
+    if kind == "trainjob":
+        # JobSet gives its Jobs fixed names, but the names of their pods end with random characters. With
+        # "job/NAME", kubectl itself finds the pod.
+        return f"job/{name}-node-0"
+    return f"{name}-master-0"
 
 
 def _split_job_id(record: QueuedJob) -> tuple[str, str]:

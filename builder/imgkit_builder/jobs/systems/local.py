@@ -90,41 +90,46 @@ def host_argv(job: Job, argv: Argv) -> Argv:
 
 
 def _with_settings(job: Job, argv: Argv) -> Argv:
-    """Return an argv that sets the variables of a job script and then runs `argv`: ``env NAME=VALUE ARGV``.
+    """Return an argv that sets the variables of a job script and then runs `argv`.
 
-    If a value depends on the node, a shell sets the variables on the node: ``sh -c "export NAME=...; exec
-    ..."``. For Docker, `argv` already contains the variables as options.
+    It has one of four forms:
+
+    * ``sh -c "export NAME=VALUE; exec ARGV"``, if the shell must expand a variable of the site in `argv`
+    * ``ARGV`` alone for Docker, because it already contains the variables as options
+    * ``sh -c 'export NAME=VALUE; exec "$@"' sh ARGV``, if a variable depends on the node
+    * ``env NAME=VALUE ARGV`` in all other cases
     """
-    runtime = runtime_of(job)
-    export_lines = runtime.exports(job)
-    has_site_variables = any(isinstance(argument, quoting.ShellText) for argument in argv)
-    # Such an argument is a `ShellText`, in which the shell on the node must expand a variable of the site.
-    if has_site_variables:
-        # The arguments must be part of the shell's text. Otherwise the shell would not expand the variables
-        # in them.
+    # A `ShellText` is an argument in which the shell must expand a variable. So it must be part of the
+    # shell's text: the shell does not expand variables in "$@".
+    has_shell_text = any(isinstance(argument, quoting.ShellText) for argument in argv)
+    if has_shell_text:
         command = " ".join(map(quoting.quote, argv))
-        return ("sh", "-c", "; ".join((*export_lines, f"exec {command}")))
-    if runtime.environment_by_options:
+        return _shell_argv(job, f"exec {command}")
+    if runtime_of(job).passes_variables_as_options:
         return argv
-    # Here, the arguments reach the shell as "$@", which does not expand them.
     if _has_node_values(job):
-        return ("sh", "-c", "; ".join((*export_lines, 'exec "$@"')), "sh", *argv)
+        return (*_shell_argv(job, 'exec "$@"'), "sh", *argv)
     if not job.settings:
         return argv
     return ("env", *quoting.assignments(job.settings), *argv)
 
 
-def _has_node_values(job: Job) -> bool:
-    """Return whether a variable of the job depends on the node, so that only a shell there can set it.
+def _shell_argv(job: Job, exec_line: str) -> Argv:
+    """Return the argv of a shell that sets the variables of a job script and then runs `exec_line`."""
+    return ("sh", "-c", "; ".join((*runtime_of(job).exports(job), exec_line)))
 
-    Two kinds of variables depend on the node. Folders of libraries are put before the node's own
-    LD_LIBRARY_PATH. A default in ``system.env`` is used only if the node has no value of its own.
-    """
-    # The file of --env-file is read on the node as well.
-    if job.recipe.system.runtime.host_libs or job.container.env_file:
+
+def _has_node_values(job: Job) -> bool:
+    """Return whether a variable of the job depends on the node, so that only a shell there can set it."""
+    if job.recipe.system.runtime.host_libs:  # these folders are put before the node's own LD_LIBRARY_PATH
+        return True
+    if job.container.env_file:  # the file is read on the node
         return True
     runtime = runtime_of(job)
-    return not runtime.has_container and len(runtime.system_variables(job)) > 0
+    if runtime.has_container:  # its variables of system.env are arguments of env, which are shell text
+        return False
+    # A variable of system.env is a default, which is used only if the node has no value of its own.
+    return len(runtime.system_variables(job)) > 0
 
 
 def _check_gpus(job: Job) -> None:

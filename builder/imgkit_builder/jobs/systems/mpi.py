@@ -40,7 +40,7 @@ MASTER_PORT = 29500
 
 The node agents of imgkit agree on a free port instead.
 """
-FORWARD = (
+DOCKER_FORWARD = (
     *OPENMPI.fields.rank,
     *OPENMPI.fields.world_size,
     *OPENMPI.fields.local_rank,
@@ -50,9 +50,9 @@ FORWARD = (
     "MASTER_ADDR",
     "MASTER_PORT",
 )
-"""Variables that docker must be told to pass into the container.
+"""Variables of mpirun that docker must be told to pass into the container.
 
-Other runtimes pass all variables of mpirun.
+Other runtimes pass all of them.
 """
 
 
@@ -68,16 +68,16 @@ class MpiFlags(SystemFlags):
         help="MPI: what starts on the hosts: agents, by mpirun; ranks, by mpirun and without torchrun; or "
         "ssh: agents, without mpirun.",
     )
-    names: tuple[str, ...] = field(default=(), init=False)
-    """The names that `hosts` lists. They are parsed here so that a file is read only once."""
+    host_names: tuple[str, ...] = field(default=(), init=False)
+    """The hosts that `hosts` lists. They are parsed here so that a file is read only once."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", fanout.parse_hosts(self.hosts))
+        object.__setattr__(self, "host_names", fanout.parse_hosts(self.hosts))
 
     @property
     def default_nodes(self) -> int:
         """The number of nodes without ``--nodes``: one for each host, or 1 without hosts."""
-        return len(self.names) or 1
+        return len(self.host_names) or 1
 
 
 class Mpi(local.ForegroundSystem):
@@ -91,17 +91,21 @@ class Mpi(local.ForegroundSystem):
     def check(self, job: Job, *, is_submitted: bool = False) -> Iterator[str]:
         """Yield warnings about requests that the user may not have intended.
 
+        ``--mpi-start`` is ``agents`` (mpirun starts a node agent on each host), ``ranks`` (mpirun starts each
+        process) or ``ssh`` (ssh starts the node agents).
+
         Raises
         ------
         UsageError : with `is_submitted`, mpirun would start rank 0 on another host than the first one.
         """
-        flags = job.flags(MpiFlags)
-        if is_submitted and flags.mpi_start != "ssh":
-            _refuse_other_head(flags.names)
-        if flags.mpi_start != "ranks":
+        mpi_start = job.flags(MpiFlags).mpi_start
+        uses_mpirun = mpi_start != "ssh"
+        if is_submitted and uses_mpirun:
+            _refuse_other_head(_hosts(job))
+        if mpi_start != "ranks":  # with "ranks", mpirun itself starts all processes of a node
             yield from single_process_warnings(job.command)
         yield from partial_node_warnings(job)
-        if flags.mpi_start != "ssh":
+        if uses_mpirun:  # mpirun ends the run on all nodes when one is lost
             yield from idle_spare_warnings(job)
 
     def script(self, job: Job) -> Script:
@@ -122,7 +126,7 @@ def _hosts(job: Job) -> tuple[str, ...]:
 
     For a job on this machine, the result is empty.
     """
-    return job.flags(MpiFlags).names
+    return job.flags(MpiFlags).host_names
 
 
 def _check_hosts(job: Job) -> None:
@@ -134,16 +138,17 @@ def _check_hosts(job: Job) -> None:
     ------
     UsageError : the number of hosts differs from the number of nodes, or mpirun cannot use a host.
     """
-    flags = job.flags(MpiFlags)
+    hosts = _hosts(job)
     nodes = job.allocation.nodes
-    by_ssh = flags.mpi_start == "ssh"
+    uses_ssh = job.flags(MpiFlags).mpi_start == "ssh"
     # Without hosts, mpirun starts one node on this machine. ssh always needs a host.
-    needs_hosts = bool(flags.names) or nodes > 1 or by_ssh
-    if needs_hosts and len(flags.names) != nodes:
-        raise _host_count_error(flags.names, nodes)
-    for host in flags.names:
-        is_plain_name = "@" not in host and ":" not in host  # neither USER@HOST nor an IPv6 address
-        if not by_ssh and not is_plain_name:
+    is_local = not hosts and nodes == 1 and not uses_ssh
+    if not is_local and len(hosts) != nodes:
+        raise _host_count_error(hosts, nodes)
+    if uses_ssh:
+        return
+    for host in hosts:
+        if "@" in host or ":" in host:  # USER@HOST or an IPv6 address
             raise UsageError(
                 f"mpirun cannot use {host!r}: it reads slots after a colon, and has no syntax for a user",
                 where="--hosts",
@@ -198,6 +203,8 @@ def _mpirun_script(job: Job) -> Script:
     if job.allocation.nodes > 1:
         head = _hosts(job)[0]
         comments += f"# On {head}, or on none of them: mpirun gives rank 0 to its own host.\n"
+    # mpirun passes the signal on to all processes. If one of them serves the files of the image, as with
+    # Singularity, it must not get the signal.
     if not runtime_of(job).serves_image:
         comments += "# To save and end: kill -USR1 this mpirun; Ctrl-C leaves programs one second.\n"
     return Script(text=comments + command_line(argv) + "\n", submit=argv, foreground=True)
@@ -206,21 +213,16 @@ def _mpirun_script(job: Job) -> Script:
 def _mpirun_argv(job: Job) -> Argv:
     """Return the ``mpirun`` command. It starts a node agent on each host, or each rank (``--mpi-start``)."""
     nodes = job.allocation.nodes
-    forward = _forwarded_variables(job)
+    # mpirun sets the rendezvous variables on each host. There, docker passes on those of `DOCKER_FORWARD`.
+    rendezvous_variables = _rendezvous_variables(job)
     options = _mpirun_options(job)
-    # `forward` of mpirun sets variables on each host, and `FORWARD` names those that docker passes on from
-    # there.
-    command = local.host_argv(job, runtime_of(job).argv(job, job.command, forward=FORWARD))
+    command = local.host_argv(job, runtime_of(job).argv(job, job.command, forward=DOCKER_FORWARD))
     if job.flags(MpiFlags).mpi_start != "ranks":
-        return OPENMPI.start_argv(command, nnodes=nodes, forward=forward, options=options)
+        return OPENMPI.start_argv(command, nnodes=nodes, forward=rendezvous_variables, options=options)
     # mpirun starts every rank. With "--bind-to none", it does not bind the ranks to CPUs.
-    ranks = nodes * _processes_per_node(job)
-    return (
-        *("mpirun", "-np", str(ranks), "--map-by", "slot", "--bind-to", "none"),
-        *repeat_option("-x", assignments(forward)),
-        *options,
-        *command,
-    )
+    rank_count = nodes * _processes_per_node(job)
+    mpirun = ("mpirun", "-np", str(rank_count), "--map-by", "slot", "--bind-to", "none")
+    return (*mpirun, *repeat_option("-x", assignments(rendezvous_variables)), *options, *command)
 
 
 def _mpirun_options(job: Job) -> Argv:
@@ -242,16 +244,18 @@ def _mpirun_options(job: Job) -> Argv:
     )
 
 
-def _forwarded_variables(job: Job) -> Mapping[str, str]:
+def _rendezvous_variables(job: Job) -> Mapping[str, str]:
     """Return the variables by which the nodes find each other. mpirun sets them on all nodes.
 
-    A value from the user replaces imgkit's own value. If mpirun starts only one node agent, no other node has
-    to be found, and the result is empty.
+    Node agents read IMGKIT_NODES, and programs of the user the other two. A value from the user replaces
+    imgkit's own value. If mpirun starts only one node agent, no other node has to be found, and the result is
+    empty.
     """
     # With "ranks", mpirun starts several processes even on one node, and these must find each other.
-    if job.allocation.nodes == 1 and job.flags(MpiFlags).mpi_start != "ranks":
+    starts_one_agent = job.allocation.nodes == 1 and job.flags(MpiFlags).mpi_start != "ranks"
+    if starts_one_agent:
         return {}
-    hosts = _hosts(job) or ("127.0.0.1",)
+    hosts = _hosts(job) or ("127.0.0.1",)  # without --hosts, all ranks are on this machine
     rendezvous = {"IMGKIT_NODES": ",".join(hosts), "MASTER_ADDR": hosts[0], "MASTER_PORT": str(MASTER_PORT)}
     # `container.env` has the user's values, from --env.
     return {name: job.container.env.get(name, value) for name, value in rendezvous.items()}
@@ -272,10 +276,7 @@ def _ssh_script(job: Job) -> Script:
     ``imgkit run`` uses `Script.host_commands` instead. These start a guard around the command, a shell script
     on the host that ends the command when imgkit ends (`fanout`).
     """
-    # A run by hand has no job id from which a port could be computed. A fixed port would let two runs with
-    # the same head connect to each other, and other users would know it. So the port is random.
-    # All hosts must get the same port.
-    port = job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
+    port = _choose_port(job)  # only once, because all hosts must get the same port
     ssh_lines = []
     guarded_commands = []
     for rank, host in enumerate(_hosts(job)):
@@ -292,9 +293,17 @@ def _ssh_script(job: Job) -> Script:
         foreground=True,
         host_commands=tuple(guarded_commands),
         host_input=_ssh_input(job),
-        # With spare nodes, the run goes on when another host than the head fails.
+        # With spare nodes, the run goes on when another host than the head fails. So the run ends with the
+        # command of the head. Otherwise, it ends when the command of any host fails.
         head_decides=job.outlives_nodes,
     )
+
+
+def _choose_port(job: Job) -> str:
+    """Return the port of the head to which the other hosts connect. The user can set it as IMGKIT_PORT."""
+    # A run by hand has no job id from which a port could be computed. A fixed port would let two runs with
+    # the same head connect to each other, and other users would know it. So the port is random.
+    return job.container.env.get("IMGKIT_PORT") or str(FIRST_PORT + secrets.randbelow(PORTS - 1))
 
 
 def _ssh_comments(job: Job) -> list[str]:
@@ -407,7 +416,7 @@ def _remote_line(job: Job, argv: Argv) -> str:
     The line is quoted here, because ssh would join several arguments with blanks. It first changes to the
     job's folder, unless an option of the runtime sets the working directory.
     """
-    if runtime_of(job).environment_by_options:
+    if runtime_of(job).passes_variables_as_options:
         return shlex.join(argv)
     return f"cd {shlex.quote(str(job.directory))} && exec {shlex.join(argv)}"
 
@@ -471,7 +480,8 @@ def _interactive_script(job: Job) -> Script:
     ------
     UsageError : the job has several hosts, or a variable whose value ssh cannot pass to a shell.
     """
-    if not _hosts(job):
+    hosts = _hosts(job)
+    if not hosts:
         return local.SYSTEM.script(job)
     if job.allocation.nodes > 1:
         raise UsageError(
@@ -479,13 +489,14 @@ def _interactive_script(job: Job) -> Script:
             where="--interactive",
             hint="name one host, or a command for all",
         )
-    if job.container.names:
+    variables_of_this_shell = job.container.names  # those of --env NAME
+    if variables_of_this_shell:
         raise UsageError(
-            f"ssh -t passes no value of {job.container.names[0]} to a shell",
+            f"ssh -t passes no value of {variables_of_this_shell[0]} to a shell",
             where="--env",
             hint="--env-file FILE, a file of mode 600 on the host",
         )
     runtime = runtime_of(job)
     shell = runtime.with_input(runtime.shell(job), is_terminal=True)
-    argv = ("ssh", "-t", _hosts(job)[0], _remote_line(job, local.host_argv(job, shell)))
+    argv = ("ssh", "-t", hosts[0], _remote_line(job, local.host_argv(job, shell)))
     return Script(text=f"{local.code_comment(job)}{command_line(argv)}\n", submit=argv, foreground=True)

@@ -37,11 +37,11 @@ from imgkit_builder.jobs.systems import (
 from imgkit_builder.jobs.templates import render_template, run_folder_lines
 from imgkit_builder.recipe.systems import SHIPPED
 from imgkit_entrypoints.errors import UsageError
-from imgkit_entrypoints.rollcall.secret import VARIABLE
+from imgkit_entrypoints.rollcall.secret import VARIABLE as SECRET_VARIABLE
 from imgkit_entrypoints.schedulers import pbs
 from imgkit_entrypoints.schedulers.mpi import PALS
 
-RUN_DIR = "IMGKIT_RUN_DIR"
+RUN_DIR_VARIABLE = "IMGKIT_RUN_DIR"
 """Variable with the path of the run folder."""
 PEER_EXIT_S = 30
 """Seconds for which the other nodes may go on after one node has failed.
@@ -109,26 +109,29 @@ class Pbs(System):
         """
         if job.is_interactive:
             return _interactive_script(job)
-        # Without PALS, the script starts the processes on the other hosts one by one, by pbsdsh or ssh.
-        starter = ""
+        # Without PALS, the script starts the command on the other hosts one by one, by pbsdsh or ssh.
+        starter_per_host = ""  # "" if PALS starts all of them, or if there is only one node
         start_on_host = ""
         has_peers = job.allocation.nodes > 1
         pbs_start = job.flags(PbsFlags).pbs_start
         if has_peers and pbs_start != "pals":
-            starter = pbs_start
+            starter_per_host = pbs_start
             start_on_host = command_line(_remote_command(pbs_start))
-        # With this rendezvous protocol of the cxi provider, PALS needs a further option. The template
-        # explains it.
-        needs_rdzv = has_peers and job.recipe.system.env.get("FI_CXI_RDZV_PROTO") == "alt_read"
+        uses_pals = has_peers and pbs_start == "pals"
+        # With this protocol of the cxi provider, PALS needs a further option. The template explains it.
+        protocol = job.recipe.system.env.get("FI_CXI_RDZV_PROTO")
+        needs_network_option = uses_pals and protocol == "alt_read"
+        node_command = _node_command(job, uses_pals=uses_pals, needs_network_option=needs_network_option)
+        # The users' own templates (--templates) rely on the names of these values.
         script_text = render_template(
             job,
             "pbs.sh.j2",
             # With "-j oe", errors go to the file of the output, the only one that `log_source` follows.
             directives=_directive_texts(("-S", "/bin/bash", "-j", "oe", *_resource_options(job))),
-            by_task=starter,
+            by_task=starter_per_host,
             patience_s=PEER_EXIT_S,
-            rdzv=needs_rdzv and not starter,
-            node=command_line(_node_command(job, rdzv=needs_rdzv)),
+            rdzv=needs_network_option,
+            node=command_line(node_command),
             words=start_on_host,
         )
         is_array = any(option.startswith("-J") for option in scheduler_options(job))
@@ -197,7 +200,7 @@ class Pbs(System):
         UsageError : the job is an array, in which each task writes to another file.
         """
         sequence = record.id.partition(".")[0]  # without the name of the server
-        refuse_whole_array(record, sequence.replace("[]", "[0]"))
+        refuse_whole_array(record, example=sequence.replace("[]", "[0]"))
         suffix = re.sub(r"\[([0-9]+)\]", r".\1", sequence)  # for a task of an array: NAME.oSEQUENCE.INDEX
         path = record.directory / f"{record.name}.o{suffix}"
         return ("tail", "-n", "+1", "-F", str(path))
@@ -206,12 +209,12 @@ class Pbs(System):
         """Return the command that ends the job, or all tasks of an array."""
         return ("qdel", record.id)
 
-    def shell_command(self, record: QueuedJob, line: str, node: str) -> NoReturn:
+    def shell_command(self, record: QueuedJob, shell_line: str, node: str) -> NoReturn:
         """Raise UsageError, because PBS starts processes only from inside a job.
 
-        The hint suggests ssh instead.
+        The hint suggests ssh instead: ``ssh -t NODE 'bash -lc ...'; it is a new container on a node ...``.
         """
-        shell = f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(line))}"
+        shell = f"ssh -t {node or 'NODE'} {shlex.quote('bash -lc ' + shlex.quote(shell_line))}"
         raise UsageError(
             "PBS starts no shell in a running job from outside",
             where="--job",
@@ -304,30 +307,43 @@ def _directive_texts(options: Sequence[str]) -> list[str]:
     return texts
 
 
-def _node_command(job: Job, *, rdzv: bool) -> Argv:
+def _node_command(job: Job, *, uses_pals: bool, needs_network_option: bool) -> Argv:
     """Return the command that starts the job's command on one node, or through mpiexec of PALS on all nodes.
 
     Parameters
     ----------
-    rdzv : whether mpiexec gets options for the network. The script sets them in its array ``network``.
+    uses_pals : whether the script starts the command on all nodes by mpiexec.
+    needs_network_option : whether mpiexec gets a further option. The script finds out its spelling, and puts
+        it into the array ``network``.
     """
-    nodes = job.allocation.nodes
-    by_pals = nodes > 1 and job.flags(PbsFlags).pbs_start == "pals"
-    # A node agent, imgkit's process on each node, finds its rank in the variables of whoever has started it.
-    # Docker passes on only the variables that are listed here.
-    placement = PALS.fields.variables if by_pals else ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
-    forward = [*placement, *pbs.FORWARD, RUN_DIR]
-    if job.makes_secret:  # the nodes of the run recognize each other by this secret
-        forward.append(VARIABLE)
-    argv = with_folder_check(job, runtime_of(job).argv(job, job.command, forward=tuple(forward)))
-    if not by_pals:
+    forward = _variables_to_forward(job, uses_pals=uses_pals)
+    argv = with_folder_check(job, runtime_of(job).argv(job, job.command, forward=forward))
+    if not uses_pals:
         return argv
-    network_options = [ShellText('"${network[@]}"')] if rdzv else []
-    return PALS.start_argv(argv, nnodes=nodes, options=network_options)
+    network_options = [ShellText('"${network[@]}"')] if needs_network_option else []
+    return PALS.start_argv(argv, nnodes=job.allocation.nodes, options=network_options)
+
+
+def _variables_to_forward(job: Job, *, uses_pals: bool) -> tuple[str, ...]:
+    """Return the names of the variables that docker passes into the container. Others are not passed.
+
+    By these variables, a node agent (imgkit's process on each node) finds its rank and the other nodes.
+    """
+    rank_variables: tuple[str, ...] = ("PBS_JOBID", "PBS_NODENUM", "PBS_TASKNUM")
+    if uses_pals:  # mpiexec has started the node agent, and has set variables of its own
+        rank_variables = PALS.fields.variables
+    variables = (*rank_variables, *pbs.FORWARD, RUN_DIR_VARIABLE)
+    if job.makes_secret:  # the nodes of the run recognize each other by this secret
+        return (*variables, SECRET_VARIABLE)
+    return variables
 
 
 def _remote_command(starter: str) -> Argv:
-    """Return the command by which the job's script runs the shell text ``$task`` on another host.
+    """Return the command by which the job's script starts the job's command on another host.
+
+    It becomes a part of the template ``pbs.sh.j2``, which sets the variables in it. ``$rank`` is the index of
+    the host, ``${hosts[rank]}`` its name, and ``${lines[rank]}`` its line in PBS' list of nodes. ``$task`` is
+    shell text that defines the function ``node``, which runs the job's command.
 
     Parameters
     ----------

@@ -117,7 +117,7 @@ def _check_code(job: Job) -> None:
     The code must be on a remote that shares a volume with the pods. The run's copy of the code is then in its
     run folder. A command such as ``/workspace/train.py`` would run the older code in the image.
     """
-    if not job.flags(PodFlags).run_as:
+    if not _has_files_on_remote(job):
         raise UsageError(
             f"pods of {job.recipe.title} have the code of their image only",
             where="--code",
@@ -132,6 +132,14 @@ def _check_code(job: Job) -> None:
                 where="COMMAND",
                 hint=f"the path in the folder of --code: {argument.removeprefix(f'/{WORKSPACE}/')}",
             )
+
+
+def _has_files_on_remote(job: Job) -> bool:
+    """Return whether a remote stores the job's files on a volume that it shares with the pods.
+
+    Only then must the pods have the ids of the user on that remote.
+    """
+    return job.flags(PodFlags).run_as != ""
 
 
 def _runai_warnings(job: Job) -> Iterator[str]:
@@ -149,7 +157,8 @@ def _runai_warnings(job: Job) -> Iterator[str]:
         special_arguments = [argument for argument in arguments if quote(argument) != argument]
         if special_arguments:
             yield f"{special_arguments[0]!r}: older runai clients split and expand arguments once more"
-    if not _requested_version(job) and not runai_client.on_path():
+    # Neither --format nor the recipe names a version, and no client is there that would show it.
+    if _requested_version(job) is None and runai_client.find_client_version() is None:
         yield "no runai on PATH: the command is for the later client; --format runai-v1 names the first one"
 
 
@@ -161,9 +170,9 @@ def client_version(job: Job) -> runai_client.Client:
 
     Raises
     ------
-    UsageError : the ``runai`` on PATH is neither client.
+    UsageError : the ``runai`` on PATH is neither of RunAI's two clients.
     """
-    return _requested_version(job) or runai_client.on_path() or "v2"
+    return _requested_version(job) or runai_client.find_client_version() or "v2"
 
 
 def _requested_version(job: Job) -> runai_client.Client | None:
@@ -253,7 +262,7 @@ def pod_directory(job: Job) -> PurePosixPath | None:
     ------
     UsageError : the folder is not on a volume of ``--pvc``, so the pods do not have it.
     """
-    if job.flags(PodFlags).run_as:
+    if _has_files_on_remote(job):
         return PurePosixPath(job.directory)
     if not job.request.names_directory:
         return None
@@ -348,15 +357,15 @@ def pod_variables(job: Job) -> Mapping[str, str]:
 def _output_folders(job: Job) -> dict[str, str]:
     """Return the variables with the paths of the run folder and its logs.
 
-    If a remote stores the job's files, imgkit has created the run folder there. Otherwise, the run folder is
-    named by the job's name, which is also its id. So imgkit knows the folder without asking the cluster. If
-    the pods have no writable volume, the result is empty.
+    If the pods have no writable volume, the result is empty.
     """
-    run_folder = job.run_folder
+    run_folder = job.run_folder  # it is known already if a remote stores the job's files
     if not run_folder:
         parent = _find_writable_folder(job)
         if parent is None:
             return {}
+        # The folder is named by the job's name, which is also its id. So imgkit knows the folder without
+        # asking the cluster.
         run_folder = str(parent / "runs" / pod_name(job))
     return {"IMGKIT_RUN_DIR": run_folder, "IMGKIT_LOG_DIR": f"{run_folder}/logs"}
 

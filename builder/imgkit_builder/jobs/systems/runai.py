@@ -83,8 +83,14 @@ class RunAI(pods.Pods):
         project = _project_arguments(record.queue)
         return _client_command(record.kind, "logs", record.name, "--follow", *project)
 
-    def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
-        """Return the command that opens a shell in a pod's container, next to the job's program."""
+    def shell_command(self, record: QueuedJob, shell_line: str, node: str) -> JobShell:
+        """Return the command that opens a shell in a pod's container, next to the job's program.
+
+        Parameters
+        ----------
+        shell_line : is not used, because the shell needs no other container.
+        node : the name of the pod, or "" for the first one.
+        """
         argv = _client_command(record.kind, "bash", record.name, *_project_arguments(record.queue))
         if node:
             argv = (*argv, "--pod", node)

@@ -25,12 +25,12 @@ PYTORCH = ("training", "pytorch")
 """The start of the later client's commands for a job with several pods: ``runai training pytorch submit``."""
 
 
-def on_path() -> Client | None:
-    """Return the version of the client on PATH. Return None if there is no ``runai``.
+def find_client_version() -> Client | None:
+    """Return the version of the client on PATH, or None if there is no ``runai``.
 
     Raises
     ------
-    UsageError : the ``runai`` on PATH is neither client.
+    UsageError : the ``runai`` on PATH is neither of RunAI's two clients.
     """
     program = shutil.which(PROGRAM)
     if program is None:

@@ -149,8 +149,8 @@ class Slurm(System):
         # An array job has an option such as "--array=1-9" or "-a1-9".
         is_array = any(re.match(r"--array\b|-a", option) for option in scheduler_options(job))
         container = runtime_of(job).argv(job, job.command, forward=PODMAN_FORWARD)
-        # The job's script has two ways to start the container: by srun directly, or in a shell function of
-        # the template for jobs with spare nodes. Both checks run before that, as steps of their own.
+        # Both checks are steps of their own, before the step of the job. That step is `start`, or in a job
+        # with spare nodes `start_in_node`, which starts the container in a shell function of the template.
         script_text = render_template(
             job,
             "slurm.sh.j2",
@@ -223,7 +223,7 @@ class Slurm(System):
         ------
         UsageError : the job is an array, in which each task writes to another file.
         """
-        refuse_whole_array(record, f"{record.id}_0")
+        refuse_whole_array(record, example=f"{record.id}_0")
         output = record.directory / f"{record.name}-{record.id}.out"
         errors = output.with_name(f"{record.name}-{record.id}.err")
         # Most recipes write output and errors to a single file. For a job on a remote, the file of errors is
@@ -237,21 +237,22 @@ class Slurm(System):
         """Return the command that ends the job and all tasks of its array."""
         return ("scancel", *_cluster_options(record.cluster), record.id)
 
-    def shell_command(self, record: QueuedJob, line: str, node: str) -> JobShell:
+    def shell_command(self, record: QueuedJob, shell_line: str, node: str) -> JobShell:
         """Return the command that starts a shell as another step of the job, beside the running step.
 
         Raises
         ------
         UsageError : the job is an array, in which each task has other nodes.
         """
-        refuse_whole_array(record, f"{record.id}_0")
+        refuse_whole_array(record, example=f"{record.id}_0")
         options = [*_cluster_options(record.cluster), "--overlap", "--nodes=1", "--ntasks=1"]
         if node:
             options.append(f"--nodelist={node}")
-        step = (*options, f"--chdir={record.directory}", "--pty", "bash", "-lc", line)
-        argv: Argv = ("srun", f"--jobid={record.id}", *step)
-        if not record.id.isdecimal():
-            # The id of a task of an array, such as 4711_3, is not a number.
+        step = (*options, f"--chdir={record.directory}", "--pty", "bash", "-lc", shell_line)
+        argv: Argv
+        if record.id.isdecimal():
+            argv = ("srun", f"--jobid={record.id}", *step)
+        else:  # a task of an array, such as 4711_3
             argv = _array_task_argv(record, step)
         return JobShell(argv=argv, description=NEW_CONTAINER)
 
@@ -345,11 +346,13 @@ def _directive_options(job: Job, *, is_array: bool) -> Argv:
     ]
     stop_before_s = job.allocation.stop_before_s
     if stop_before_s:
-        # "B:" sends the signal to the script only. Otherwise, all processes of the step would get it. For
-        # ordinary users, one of these processes serves the files of the image. If it ended, the run would die
-        # of a bus error.
+        # "B:" sends the signal to the script only. Otherwise, all processes of the step would get it. If the
+        # user is not root, one of them (squashfuse) serves the files of the image. If it ended, the run would
+        # die of a bus error.
         directives.append(f"--signal=B:USR1@{stop_before_s}")
-    if stop_before_s or job.outlives_nodes:
+    # Slurm starts such a job again, after it has saved its state in time or has lost a node.
+    can_be_requeued = stop_before_s > 0 or job.outlives_nodes
+    if can_be_requeued:
         # A requeued job appends to its output files. By default, Slurm would empty them.
         directives += ("--requeue", "--open-mode=append")
     return tuple(directives)
@@ -473,13 +476,13 @@ def _interactive_line(job: Job) -> str:
         container = runtime.argv(job, job.command, forward=PODMAN_FORWARD)
         argv = _srun_argv(job, _with_folder_check(job, container))
     else:
-        argv = _first_node_shell(job)
+        argv = _shell_on_first_node(job)
     lines = runtime.environment_lines(job)
     node_check = _node_check(job)
     if node_check:
         lines.append(_quote_argv(node_check))
     lines.append(f"exec {_quote_argv(argv)}")
-    start_line = " && ".join(lines)
+    start_line = " && ".join(lines)  # the command starts only if all lines before it succeed
     run_folder = run_folder_lines(job, "$SLURM_JOB_ID")
     if not run_folder:
         return start_line
@@ -488,8 +491,11 @@ def _interactive_line(job: Job) -> str:
     return f"set -e\n{run_folder}\n{start_line}"
 
 
-def _first_node_shell(job: Job) -> Argv:
-    """Return the ``srun`` command that opens a shell in the job's container on the first node."""
+def _shell_on_first_node(job: Job) -> Argv:
+    """Return the ``srun`` command that opens a shell in the job's container on the first node.
+
+    Like any command of the job, the shell starts only if the node has all folders that the job mounts.
+    """
     cpus = options_with_values({"--cpus-per-task": job.allocation.cpus})
     shell = _with_folder_check(job, runtime_of(job).shell(job))
     return ("srun", "--nodes=1", "--ntasks=1", *cpus, *job.recipe.system.queue.srun, "--pty", *shell)

@@ -121,7 +121,7 @@ def test_image_that_has_entry_points_is_left_alone(tmp_path):
 def test_chosen_python_of_imgkit_s_own_image_is_bound_over_it(tmp_path):
     bound_job = bind(tmp_path, fake(built=True, entry_points="/opt/x"), python="/opt/x/bin/python")
     assert bound_job.container.entry_points
-    assert bound_job.container.entry_points.site == "/opt/x"
+    assert bound_job.container.entry_points.package_folder == "/opt/x"
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ def test_look_on_a_remote_mounts_what_the_remote_has(tmp_path):
 def test_sif_of_imgkit_is_not_looked_at(tmp_path):
     for name, is_recorded in (("own.sif", True), ("b.sif", False)):
         job = make_job(image=str(small_sif.write(tmp_path / name, recorded=is_recorded)))
-        assert runtime_of(job).is_foreign(job) is not is_recorded
+        assert runtime_of(job).needs_entry_points(job) is not is_recorded
 
 
 def test_digest_of_the_job_is_the_one_that_was_looked_at(tmp_path):
