@@ -6,6 +6,7 @@ directory in place of the file: reading it fails with an OSError as well, even f
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 from collections.abc import Callable, Mapping
@@ -409,6 +410,13 @@ def _kernel(address: ipaddress.IPv4Address) -> str:
 def planted(tmp_path: Path) -> Callable[[str], Path]:
     """Function that writes a tree of the table, by its name, and returns its root."""
     return lambda name: plant(tmp_path / name, TREES[name])
+
+
+@pytest.fixture(scope="session")
+def kept_tree(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Function like `planted`, for tests that change nothing: it writes each tree once."""
+    folder = tmp_path_factory.mktemp("trees")
+    return functools.cache(lambda name: plant(folder / name, TREES[name]))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -37,12 +38,16 @@ def recipes() -> Mapping[str, SystemFacts]:
     return RECIPES
 
 
-@pytest.fixture
-def machine(planted: Callable[[str], Path]) -> Callable[..., HostFacts]:
+@pytest.fixture(scope="session")
+def machine(kept_tree: Callable[[str], Path]) -> Callable[..., HostFacts]:
     """Function that reads the facts of a tree, by its name, the image's NCCL version and `env`."""
 
+    @functools.cache
+    def read(name: str, variables: tuple[tuple[str, str], ...]) -> HostFacts:
+        return facts.gather(env={**dict(variables), "IMGKIT_ROOT": str(kept_tree(name))})
+
     def gather(name: str, nccl: str = "2.27.3", env: Mapping[str, str] = MappingProxyType({})) -> HostFacts:
-        env = {**env, "IMGKIT_ROOT": str(planted(name)), "IMGKIT_NCCL_VERSION": nccl}
-        return facts.gather(env={key: value for key, value in env.items() if value})
+        variables = {**env, "IMGKIT_NCCL_VERSION": nccl}
+        return read(name, tuple((key, value) for key, value in variables.items() if value))
 
     return gather
