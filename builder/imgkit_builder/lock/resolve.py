@@ -124,7 +124,7 @@ def resolve_packages(
         try:
             # The build cache is not used, because the package indexes may have changed since the last build.
             built = engines.build(
-                engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.mask
+                engine, context, tag=tag, report=report, builder=builder, no_cache=True, mask=values.mask
             )
             log = str(built.log)
             report.stage("read the answers")

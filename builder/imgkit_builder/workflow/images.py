@@ -150,7 +150,7 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
         engines.inspect(engine, engine_name)  # raises an error if there is no such image
     # The facts about the engine stay known after its connection is closed.
     argv = engines.shell_argv(
-        engine_name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
+        engine_name, gpus=engine.has_nvidia, share_host=host, endpoint=engine.endpoint, workdir=workdir
     )
     description = _SHARED_DESCRIPTION if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), description=description, image=engine_name)
