@@ -161,15 +161,14 @@ def _list_requirements(pyproject: dict[str, Any], uv: UvProject) -> Iterator[str
     """Yield the requirements of the project, and those of the extras and groups that the recipe selects."""
     project = pyproject["project"]
     yield from project.get("dependencies", [])
-    extras = {canonical_name(extra) for extra in uv.extras}
-    for extra, requirements in project.get("optional-dependencies", {}).items():
-        if canonical_name(extra) in extras:
-            yield from requirements
-    groups = {canonical_name(group) for group in uv.groups}
-    for group, requirements in pyproject.get("dependency-groups", {}).items():
-        if canonical_name(group) in groups:
-            # An item that includes another group is a table and not a text. It is skipped.
-            yield from (item for item in requirements if isinstance(item, str))
+    extras = (project.get("optional-dependencies", {}), uv.extras)
+    groups = (pyproject.get("dependency-groups", {}), uv.groups)
+    for requirements_by_name, names in (extras, groups):
+        selected_names = {canonical_name(name) for name in names}
+        for name, requirements in requirements_by_name.items():
+            if canonical_name(name) in selected_names:
+                # An item that includes another group is a table and not a text. It is skipped.
+                yield from (item for item in requirements if isinstance(item, str))
 
 
 def _list_environments(pyproject: dict[str, Any]) -> list[dict[str, str]]:
@@ -285,11 +284,11 @@ def index_options(recipe: Recipe) -> list[str]:
     uv = recipe.image.uv
     if uv is None:
         return []
+    indexes = _read_uv_settings(_read_pyproject(uv.project)).get("index", [])
     options = []
-    for index in _read_uv_settings(_read_pyproject(uv.project)).get("index", []):
+    for index in indexes:
         url = str(index.get("url", ""))
-        # A user or password in the URL comes before an "@".
-        if not re.fullmatch(r"https?://[^\s@]+", url) or hide_secrets(url) != url:
+        if not _is_plain_http_url(url):
             raise UsageError(
                 f"the index {hide_secrets(url)} is no plain HTTP URL; a password would be in the image",
                 where=recipe.where("image", "uv"),
@@ -301,3 +300,9 @@ def index_options(recipe: Recipe) -> list[str]:
             option = "--index-url"
         options += [option, url]
     return options
+
+
+def _is_plain_http_url(url: str) -> bool:
+    """Return whether `url` is an HTTP URL without a user, a password or another secret."""
+    # A user and a password would come before an "@". Other secrets are in parameters: "?token=...".
+    return re.fullmatch(r"https?://[^\s@]+", url) is not None and hide_secrets(url) == url
