@@ -74,7 +74,7 @@ def test_wheels_of_this_machine_are_sent(there, wheels, add_there):
     added = add_there(wheels=wheels)
     assert added.path == there / "x+1.sqsh"
     assert b"lib-1.0.dist-info\nlib.py\n" in added.path.read_bytes()
-    stored = record.read(added.path)
+    stored = record.read_record(added.path)
     assert [package.name for package in stored.packages] == ["lib"]
     assert record.squashfs_sha256(added.path) == stored.squashfs_sha256
     assert sorted(path.name for path in there.iterdir()) == ["x+1.sqsh", "x.sif"]
@@ -129,7 +129,7 @@ def test_equal_request_installs_nothing(tmp_path, wheels, fake_program, add_ther
     fake_program("singularity", "exit 1")
     with pytest.raises(ToolFailed):  # the wheels may have changed, so pip is asked again
         add_there(wheels=wheels, output=output)
-    assert record.read(output) == added.record
+    assert record.read_record(output) == added.record
 
 
 def test_failure_of_pip_leaves_nothing(there, wheels, add_there):
