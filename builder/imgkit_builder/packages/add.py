@@ -166,7 +166,7 @@ def add(
     """
     image = _choose_image_path(request, machine)
     _check_request(request)
-    target = _choose_target_path(request, image)
+    target = _choose_target_path(request, image, machine)
     if machine is None:
         machine = this_machine()
         image_id = record.read_image_id(image)
@@ -222,16 +222,24 @@ def _choose_image_path(request: AddRequest, machine: ImageMachine | None) -> Pat
             where="--image",
             hint=f"--image X.sif; or build them into an image, by its recipe: image: {{pip: [{packages}]}}",
         )
+    hint = "the absolute path of an image there"
+    return _make_absolute(request.image, machine, option="--image", hint=hint)
+
+
+def _make_absolute(path: Path, machine: ImageMachine | None, *, option: str, hint: str) -> Path:
+    """Return the absolute path of `path`, the value of an option, on the machine that has the image.
+
+    `machine` is the remote that has the image, or None for this machine.
+
+    Raises
+    ------
+    UsageError : a path on a remote is relative. It would depend on the folder in which ssh starts.
+    """
     if machine is None:
-        return request.image.absolute()
-    # A relative path would depend on the folder in which ssh starts.
-    if not request.image.is_absolute():
-        raise UsageError(
-            f"{str(request.image)!r} is not a path on the remote",
-            where="--image",
-            hint="the absolute path of an image there",
-        )
-    return request.image
+        return path.absolute()
+    if not path.is_absolute():
+        raise UsageError(f"{str(path)!r} is not a path on the remote", where=option, hint=hint)
+    return path
 
 
 def _check_request(request: AddRequest) -> None:
@@ -274,19 +282,23 @@ def check_requirement(text: str) -> None:
         raise UsageError(f"{text!r} is not a requirement", where="PACKAGE", hint=hint) from None
 
 
-def _choose_target_path(request: AddRequest, image: Path) -> Path:
-    """Return the absolute path of the file to write.
+def _choose_target_path(request: AddRequest, image: Path, machine: ImageMachine | None) -> Path:
+    """Return the absolute path of the file to write, on the machine that has the image.
 
     The default for the image ``X.sif`` is ``X+N.sqsh`` in the same folder. N is the number of requirements on
-    the command line, or 1 if there are none.
+    the command line, or 1 if there are none. `machine` is the remote that has the image, or None for this
+    machine.
 
     Raises
     ------
-    UsageError : the path has a character with which no runtime can mount it.
+    UsageError : the path has a character with which no runtime can mount it, or a path on a remote is not
+        absolute.
     """
     count = len(request.requirements) or 1
     default = image.with_name(f"{image.stem}+{count}.sqsh")
-    target = (request.output or default).absolute()
+    output = request.output or default
+    hint = f"its absolute path there: -o {shlex.quote(str(image.parent / output.name))}"
+    target = _make_absolute(output, machine, option="--output", hint=hint)
     if not record.is_mountable(str(target)):
         raise UsageError(
             f"no runtime can mount {str(target)!r}",
@@ -446,7 +458,9 @@ class _Steps:
 
     def _refuse_problem(self, line: str) -> None:
         """Raise an error if `line` is a problem that `machine.sh` reports. Ignore any other line."""
-        failures.refuse_problem(line, image=str(self.request.image), target=self.target)
+        failures.refuse_problem(
+            line, image=str(self.request.image), target=self.target, remote=self.machine.remote
+        )
 
     def _explain(self, error: ToolFailed, output: str = "", log: str = "") -> ImgkitError:
         """Return the error to show for a failed step of `machine.sh`.

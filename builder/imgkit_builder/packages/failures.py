@@ -48,9 +48,7 @@ _PROBLEMS = {
     "no-image": _Problem("there is no such image", _SIF_HINT, is_about_image=True),
     "no-sif": _Problem("this is no .sif", _SIF_HINT, is_about_image=True),
     "no-folder": _Problem("there is no such folder", "mkdir -p {folder}"),
-    "not-writable": _Problem(
-        "you may not write in {folder}", "-o FILE.sqsh, in a folder of yours: -o {name}"
-    ),
+    "not-writable": _Problem("you may not write in {folder}", "-o FILE.sqsh, in a folder of yours: -o {own}"),
     "busy": _Problem(
         "another imgkit process is writing this file", "wait for it, or choose another name with -o"
     ),
@@ -63,17 +61,24 @@ _PROBLEMS = {
 }
 
 
-def refuse_problem(line: str, *, image: str, target: Path) -> None:
+def refuse_problem(line: str, *, image: str, target: Path, remote: str = "") -> None:
     """Raise an error if `line` is a problem that `machine.sh` reports, such as ``problem no-image``.
 
-    Any other line is ignored. `target` is the file that `imgkit add` writes.
+    Any other line is ignored.
+
+    Parameters
+    ----------
+    target : the file that `imgkit add` writes.
+    remote : the name of the remote with the image, or empty for this machine.
     """
     first_word, _, name = line.partition(" ")
     if first_word != "problem" or name not in _PROBLEMS:
         return
     problem = _PROBLEMS[name]
     where = image if problem.is_about_image else str(target)
-    values = {"folder": target.parent, "name": target.name}
+    # On this machine, the file may be in the current folder. On a remote, only an absolute path is allowed.
+    own_path = f"/home/ME/{target.name}" if remote else target.name
+    values = {"folder": target.parent, "own": own_path}
     raise problem.error(problem.message.format(**values), where=where, hint=problem.hint.format(**values))
 
 

@@ -183,3 +183,22 @@ def test_machine_without_mksquashfs_is_refused(machine, add_there):
 def test_relative_image_of_a_remote_is_refused(add_there):
     with pytest.raises(UsageError, match=r"'x\.sif' is not a path on the remote"):
         add_there(image=Path("x.sif"))
+
+
+@pytest.mark.parametrize("output", ["extra.sqsh", "below/extra.sqsh"])
+def test_relative_output_on_a_remote_is_refused(there, wheels, tmp_path, monkeypatch, add_there, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    with pytest.raises(UsageError, match=rf"--output: '{output}' is not a path on the remote") as caught:
+        add_there(output=Path(output), wheels=wheels)
+    assert caught.value.hint == f"its absolute path there: -o {there}/extra.sqsh"
+    assert not list(tmp_path.rglob("extra.sqsh"))
+
+
+def test_hint_names_an_absolute_path_on_a_remote(there, machine, add_there):
+    def run(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
+        return (line for line in (b"problem not-writable\n",))
+
+    with pytest.raises(UsageError, match=f"you may not write in {there}") as caught:
+        add_there(dataclasses.replace(machine, run=run))
+    assert caught.value.hint == "-o FILE.sqsh, in a folder of yours: -o /home/ME/x+1.sqsh"
