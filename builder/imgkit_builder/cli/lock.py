@@ -149,7 +149,7 @@ def _update_lock(
         # Wheels that are stored beside the lock are reused, except in an upgrade of all packages.
         wheels = {} if options.upgrade and not options.packages else find_kept_wheels(file, old)
         resolution = Resolution(
-            recipe=recipe, request=request, base=image, old=old, options=options, kept_wheels=wheels
+            recipe=recipe, request=request, base=image, old_lock=old, options=options, kept_wheels=wheels
         )
         new = resolve_packages(
             engine,

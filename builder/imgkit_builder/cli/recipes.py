@@ -25,7 +25,7 @@ from imgkit_builder.cli.common import (
 )
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.image import render
-from imgkit_builder.image.context import BuildContext, check_code, code_revision, pack_context
+from imgkit_builder.image.context import BuildContext, code_revision, pack_context, refuse_unpackable_code
 from imgkit_builder.oci.manifest import BaseImage
 from imgkit_builder.recipe import bases, host_effects, lock_file, system_files
 from imgkit_builder.recipe.load import load, load_system
@@ -212,7 +212,7 @@ def _find_problems(file: str, *, strict: bool) -> tuple[Sequence[Problem], Usage
         warnings += recipe.warnings
         if strict:
             warnings += host_effects.find_host_effects(recipe)
-        check_code(recipe)
+        refuse_unpackable_code(recipe)
     except UsageError as error:
         # Warnings that were found before the error are still worth printing.
         return warnings, error

@@ -10,7 +10,6 @@ closed, and a full buffer can be waited for, as with a local engine.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
@@ -79,19 +78,34 @@ def find_endpoint() -> Endpoint:
     """
     host = os.environ.get("DOCKER_HOST")
     if host:
-        return Endpoint(host=host, source="DOCKER_HOST", tls=_read_variables_tls())
+        return Endpoint(host=host, source="DOCKER_HOST", tls=_read_tls_from_environment())
+    context = os.environ.get("DOCKER_CONTEXT", "")
     source = "DOCKER_CONTEXT"
-    context = os.environ.get(source, "")
     if not context:
-        path = _settings_folder() / "config.json"
-        source = str(path)
-        with contextlib.suppress(OSError):
-            context = str(_read_json(path).get("currentContext") or "")
+        config_path = _settings_folder() / "config.json"
+        context = _read_current_context(config_path)
+        source = str(config_path)
+    # The context "default" has no stored address. It means the usual sockets.
     if context not in ("", _DEFAULT_CONTEXT):
         return _read_context(context, source)
     # If no engine listens anywhere, return the default address: the error then names it.
-    default_endpoint = Endpoint(host=DEFAULT_HOST, tls=_read_variables_tls())
+    default_endpoint = Endpoint(host=DEFAULT_HOST, tls=_read_tls_from_environment())
     return next(_find_listening(), default_endpoint)
+
+
+def _read_current_context(config_path: Path) -> str:
+    """Return the context that ``docker context use`` has stored in Docker's config.json.
+
+    The result is empty if there is none, or if the file is missing or cannot be read.
+
+    Raises
+    ------
+    UsageError : the content is not a JSON object.
+    """
+    try:
+        return str(_read_json(config_path).get("currentContext") or "")
+    except OSError:
+        return ""
 
 
 def _list_usual_sockets() -> dict[Path, str]:
@@ -122,7 +136,7 @@ def _find_listening() -> Iterator[Endpoint]:
     """Yield the address of each usual socket at which an engine listens."""
     for path in _list_usual_sockets():
         if _accepts_connections(path):
-            yield Endpoint(host=f"unix://{path}", tls=_read_variables_tls())
+            yield Endpoint(host=f"unix://{path}", tls=_read_tls_from_environment())
 
 
 def _accepts_connections(path: Path) -> bool:
@@ -183,7 +197,7 @@ def _read_context(name: str, source: str) -> Endpoint:
     return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls if has_tls else None)
 
 
-def _read_variables_tls() -> Tls | None:
+def _read_tls_from_environment() -> Tls | None:
     """Return the certificates that ``DOCKER_TLS_VERIFY`` and ``DOCKER_CERT_PATH`` select.
 
     If neither variable is set, return None.
@@ -222,7 +236,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     """Return the error for a failed connection to `engine`, with a hint for the user.
 
-    `error` is an exception of the SDK, requests or ssh.
+    `error` is an exception of the SDK, requests or ssh. It may wrap the OSError that is the real cause.
     """
     host = engine.host
     where = engine.source or None
@@ -230,14 +244,16 @@ def explain_unreachable(engine: Endpoint, error: Exception) -> ImgkitError:
     if isinstance(cause, ssl.SSLError):
         # Check this first. The number of an SSLError is an error code of TLS and not an errno.
         return _explain_tls_error(engine, cause)
-    if cause and cause.errno in (errno.EACCES, errno.EPERM):
+    error_number = cause.errno if cause else None
+    if error_number in (errno.EACCES, errno.EPERM):
         return _explain_denied_socket(host.removeprefix("unix://"))
-    if cause and cause.errno in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
+    if error_number in (errno.ENOENT, errno.ECONNREFUSED, errno.ENOTDIR):
         return ToolMissing(f"no Docker engine answers at {host}", where=where, hint=_suggest_start(engine))
+    # If ssh fails, it only closes its socket. So the numbers above never describe a failure of ssh.
     if host.startswith("ssh://"):
         message = f"{host} cannot be reached over SSH: {str(error) or type(error).__name__}"
         return ToolFailed(message, where=where, hint=f"try: {shlex.join(_ssh_argv(host))}")
-    # No errno is left to examine, so only the text of the error from requests or the SDK tells the cause.
+    # Any other number, or none: only the text of the error from requests or the SDK tells the cause.
     return _explain_text(engine, str(error))
 
 

@@ -210,7 +210,7 @@ def probe(engine: Engine, base: BaseImage) -> Probe:
         return cached
     # An engine that names images by their manifests does not know the id, so there the name is used.
     ref = base.name
-    if base.id and not engine.names_manifests:
+    if base.id and not engine.has_containerd_store:
         ref = base.id  # the tag may move to another image in the meantime
     finished = containers.run(engine, ref, inside.probe_argv(), platform=base.platform)
     versions = inside.parse_probe(finished.output)

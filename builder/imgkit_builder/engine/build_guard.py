@@ -38,7 +38,7 @@ def main() -> int:
 
     The arguments are LIFE, TOKEN, CONTAINERS, ``--`` and ARGV, as described at the top of this file.
     """
-    life, token, containers, _, *argv = sys.argv[1:]
+    life, token, containers_folder, _, *argv = sys.argv[1:]
     # imgkit holds the other end of this pipe, which the kernel closes when imgkit ends.
     life_pipe = int(life)
     if sys.platform == "linux":
@@ -64,9 +64,9 @@ def main() -> int:
     exit_code = copy_output(child, life_pipe, output)
     # None means that imgkit has ended first.
     if exit_code is None:
-        exit_code = end_build(child, output, steps_only=bool(containers))
-        if containers:
-            remove_containers(containers, token)
+        exit_code = end_build(child, output, steps_only=bool(containers_folder))
+        if containers_folder:
+            remove_containers(containers_folder, token)
     if exit_code < 0:  # a signal ended the program, and this is its negative number
         return 128 - exit_code
     return exit_code
@@ -85,13 +85,14 @@ def copy_output(child: int, life_pipe: int, output: int) -> int | None:
             return None
         if output in ready:
             data = os.read(output, CHUNK_BYTES)
+            try:
+                os.write(1, data)
+            except BrokenPipeError:
+                return None  # nobody reads any more, so imgkit has ended
             if data:
-                try:
-                    os.write(1, data)
-                except BrokenPipeError:
-                    return None  # nobody reads any more, so imgkit has ended
                 continue  # read all output before the exit code
             open_pipes = [life_pipe]  # the output has ended
+        # WNOHANG: do not wait. If the process still runs, `pid` is 0.
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
@@ -100,23 +101,26 @@ def copy_output(child: int, life_pipe: int, output: int) -> int | None:
 def end_build(child: int, output: int, *, steps_only: bool) -> int:
     """End the process `child` and its descendants, and return its exit code.
 
-    With `steps_only`, which is meant for podman, only the processes of the running step are killed. Podman
-    then sees a failed step, and cleans up. If that takes longer than `GRACE_S`, everything is killed.
+    The containers of running build steps are killed in any case. `steps_only` is meant for podman, which then
+    sees a failed step, and cleans up. Otherwise the process also gets SIGTERM. If it does not end within
+    `GRACE_S`, everything is killed. `output` is the read end of the pipe to which the process writes.
     """
     if not steps_only:
-        # 0 is the process group of the guard, which ignores the signal, and of the program.
+        # 0 is the process group of this process, which ignores the signal, and of the program.
         os.killpg(0, signal.SIGTERM)
     os.set_blocking(output, False)
+    own_session = os.getsid(0)
     deadline = time.monotonic() + GRACE_S
     while True:
+        # WNOHANG: do not wait. If the process still runs, `pid` is 0.
         pid, status = os.waitpid(child, os.WNOHANG)
         # Search in each round, also in the last one: a step may have started in the meantime.
-        kill_processes(step_processes())
+        kill_processes(container_init_pids())
         if pid:
             return os.waitstatus_to_exitcode(status)
         if time.monotonic() > deadline:
             # Kill only processes of this session. Podman starts a helper for its next run in another session.
-            kill_processes(pid for pid in descendants() if session_of(pid) == os.getsid(0))
+            kill_processes(pid for pid in descendants() if session_of(pid) == own_session)
         # Discard the output, so that a full pipe does not keep the program from ending.
         with contextlib.suppress(BlockingIOError):
             os.read(output, CHUNK_BYTES)
@@ -130,13 +134,13 @@ def kill_processes(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def step_processes() -> list[int]:
-    """Return the first process of each container that the guarded program has started.
+def container_init_pids() -> list[int]:
+    """Return the id of the first process in each container that this process has started, also indirectly.
 
-    This process has the number 1 in a PID namespace below the guard's namespace. If it is killed, the kernel
-    ends all other processes of the container.
+    The first process has the number 1 in a PID namespace below that of this process. If it is killed, the
+    kernel ends all other processes of the container.
     """
-    # The number of nested PID namespaces that the guard itself is in.
+    # The number of nested PID namespaces that this process itself is in.
     depth = len(namespace_pids("self"))
     pids = []
     for pid in descendants():
@@ -193,23 +197,32 @@ def descendants() -> list[int]:
     return pids
 
 
-def remove_containers(containers: str, token: str) -> None:
+def remove_containers(containers_folder: str, token: str) -> None:
     """Remove the containers that an interrupted podman has left behind.
 
-    `containers` is the folder with podman's containers. A container of this build has `token` in its file
-    ``buildah.json``, because the token was a build argument.
+    `containers_folder` has a folder for each of podman's containers. A container of this build has `token` in
+    its file ``buildah.json``, because the token was a build argument.
     """
-    for folder in Path(containers).glob("*"):
+    for folder in Path(containers_folder).glob("*"):
+        # Skip a container that cannot be read, and continue with the next one if podman cannot be started.
         with contextlib.suppress(OSError):
             description = (folder / "userdata/buildah.json").read_text(errors="replace")
-            if token not in description:
-                continue
-            # The folder of a container has the id of the container as its name.
-            argv = ["podman", "--remote=false", "rm", "--force", folder.name]
-            # The standard streams of the guard may be closed by now.
-            no_files = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
-            pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=no_files)
-            os.waitpid(pid, 0)
+            if token in description:
+                remove_container(folder.name)  # the folder is named after the id of the container
+
+
+def remove_container(container_id: str) -> None:
+    """Remove a container with podman, and wait until podman ends. Its exit code and output are ignored.
+
+    Raises
+    ------
+    OSError : podman cannot be started.
+    """
+    argv = ["podman", "--remote=false", "rm", "--force", container_id]
+    # The standard streams of this process may be closed by now, so give podman open ones.
+    null_streams = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in (0, 1, 2)]
+    pid = os.posix_spawnp(argv[0], argv, os.environ, file_actions=null_streams)
+    os.waitpid(pid, 0)
 
 
 if __name__ == "__main__":

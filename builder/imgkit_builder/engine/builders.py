@@ -107,6 +107,7 @@ def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
     if requested == "auto" and not facts.is_podman:
         # A future engine may no longer have the classic builder. `choose_fallback` then selects buildx.
         return Choice(name="classic", may_change=True)
+    # Only two cases are left: podman was requested, or the engine is Podman and nothing was requested.
     try:
         return Choice(name="podman", containers=_find_podman_containers(facts))
     except ImgkitError as error:
@@ -123,8 +124,8 @@ _REFUSAL = re.compile(
     r"page not found|\bbuilder\b.*(?:not (?:available|implemented|supported)|no longer|unsupported|removed)",
     re.IGNORECASE,
 )
-# The HTTP status codes for "method not allowed", "gone" and "not implemented".
-_REFUSAL_STATUS = (405, 410, 501)
+# "method not allowed", "gone" and "not implemented"
+_REFUSAL_HTTP_STATUSES = (405, 410, 501)
 
 
 def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
@@ -139,12 +140,8 @@ def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
     ------
     ToolMissing : buildx is missing, too.
     """
-    # An error without an HTTP status, such as that of a failed step, is no refusal of the engine. A builder
-    # that the user has requested (`may_change` is false) is never replaced.
-    status = _find_status(error)
-    if not choice.may_change or status is None:
-        return None
-    if status not in _REFUSAL_STATUS and not _REFUSAL.search(error.what):
+    # A builder that the user has requested is never replaced.
+    if not choice.may_change or not _refuses_classic_builder(error):
         return None
     try:
         _require_buildx()
@@ -154,7 +151,15 @@ def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
     return dataclasses.replace(choice, name="buildx", may_change=False)
 
 
-def _find_status(error: BaseException) -> int | None:
+def _refuses_classic_builder(error: ImgkitError) -> bool:
+    """Return whether `error` is the response of an engine that has no classic builder."""
+    status = _find_http_status(error)
+    if status is None:
+        return False  # not a response of the engine, but a failed step, for example
+    return status in _REFUSAL_HTTP_STATUSES or _REFUSAL.search(error.what) is not None
+
+
+def _find_http_status(error: BaseException) -> int | None:
     """Return the HTTP status of the engine's response that caused `error`.
 
     If the error has another cause, such as a failed build step, return None.

@@ -28,7 +28,7 @@ from imgkit_builder.engine import containers
 from imgkit_builder.engine.builders import CLASSIC, PODMAN, Choice, choose_fallback, local_podman_env
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import connection_lost_error, translate_errors
-from imgkit_builder.engine.following import DOCKERFILE, BuildFollower, BuildKitFollower
+from imgkit_builder.engine.following import DOCKERFILE_NAME, BuildFollower, BuildKitFollower
 from imgkit_builder.engine.image_source import add_tag
 from imgkit_builder.engine.images import ImageInfo, check_name, find_image, inspect
 from imgkit_builder.image.render import docker_quote
@@ -64,7 +64,7 @@ def build(
     report: Reporter,
     builder: Choice = CLASSIC,
     no_cache: bool = False,
-    hide: Callable[[str], str] = secret_patterns.mask_secrets,
+    mask: Callable[[str], str] = secret_patterns.mask_secrets,
     accept: Callable[[ImageInfo], None] | None = None,
 ) -> Built:
     """Build `context`, and give the new image the name `tag`.
@@ -76,7 +76,7 @@ def build(
     ----------
     builder : the builder. By default it is the classic one.
     no_cache : whether to run all steps, even if the engine has cached their results.
-    hide : a function that replaces secrets by stars, in the output and in the Dockerfile that is kept with
+    mask : a function that replaces secrets by stars, in the output and in the Dockerfile that is kept with
         the log.
     accept : a function that is called with the new image. It may raise an error to refuse the image.
 
@@ -97,7 +97,7 @@ def build(
         context.manifest, context_sha256=context.sha256, created=created, locked=context.is_locked
     )
     dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(labels)
-    files.write_file(folder / "Dockerfile", hide(dockerfile))
+    files.write_file(folder / "Dockerfile", mask(dockerfile))
     log = folder / "build.log"
     if builder.note:
         report.note(builder.note)
@@ -108,7 +108,7 @@ def build(
         dockerfile=dockerfile,
         log=log,
         report=report,
-        hide=hide,
+        mask=mask,
         no_cache=no_cache,
     )
     # Errors of a step are raised unchanged. Only an engine that no longer has the classic builder leads to a
@@ -144,33 +144,34 @@ class _BuildRequest:
     dockerfile: str
     log: Path
     report: Reporter
-    hide: Callable[[str], str]
+    mask: Callable[[str], str]
     no_cache: bool
 
     def run(self, builder: Choice) -> str:
         """Build with `builder`, and return the engine's name for the image.
 
+        A follower reads the output of the builder. It writes the log, reports progress, and explains errors.
+
         Raises
         ------
         ToolFailed, UsageError : a step failed. The error has the recipe's line and the last output.
         """
-        make_follower = BuildKitFollower if builder.name == "buildx" else BuildFollower
-        with self.log.open("w", encoding="utf-8") as stream:
-            follower = make_follower(
-                stream,
+        follower_class = BuildKitFollower if builder.name == "buildx" else BuildFollower
+        # A generator: the context is read later, when the builder asks for it.
+        chunks = _read_context_chunks(self.context, self.dockerfile, self.report)
+        with self.log.open("w", encoding="utf-8") as log_stream, contextlib.closing(chunks):
+            follower = follower_class(
+                log_stream,
                 self.dockerfile,
                 base=self.context.manifest.base.name,
                 log_path=self.log,
                 report=self.report,
-                hide=self.hide,
+                mask=self.mask,
             )
             self.report.stage("send the context")
-            with contextlib.closing(
-                _read_context_chunks(self.context, self.dockerfile, self.report)
-            ) as chunks:
-                if builder.name == "classic":
-                    return self._run_classic(chunks, follower)
-                return self._run_guarded_program(chunks, follower, builder)
+            if builder.name == "classic":
+                return self._run_classic(chunks, follower)
+            return self._run_guarded_program(chunks, follower, builder)
 
     def _run_classic(self, chunks: Iterator[bytes], follower: BuildFollower) -> str:
         """Build with the classic builder, through the engine's API, and return the image id.
@@ -192,7 +193,7 @@ class _BuildRequest:
                 events = self.engine.api.build(
                     fileobj=stream,
                     custom_context=True,
-                    dockerfile=DOCKERFILE,
+                    dockerfile=DOCKERFILE_NAME,
                     decode=True,
                     rm=True,
                     forcerm=True,
@@ -238,7 +239,7 @@ class _BuildRequest:
             argv = ["docker", "buildx", "build", "--progress", "plain", "--load"]
             argv += ["--metadata-file", str(metadata)]
             env = _make_buildx_env(self.engine)
-        argv += ["--iidfile", str(id_file), "--file", DOCKERFILE]
+        argv += ["--iidfile", str(id_file), "--file", DOCKERFILE_NAME]
         argv += ["--platform", self.context.manifest.platform]
         if self.no_cache:
             argv.append("--no-cache")
@@ -251,7 +252,7 @@ class _BuildRequest:
         if exit_code:
             raise follower.exit_error(exit_code)
         try:
-            if self.engine.names_manifests:
+            if self.engine.has_containerd_store:
                 # Such an engine identifies an image by the digest of its manifest. The id file contains
                 # another digest.
                 return str(json_text.load(metadata)["containerimage.digest"])
@@ -305,28 +306,21 @@ def _quote_label(text: str) -> str:
 
 
 def _read_context_chunks(
-    context: BuildContext, dockerfile: str, report: Reporter
+    context: BuildContext, dockerfile_text: str, report: Reporter
 ) -> Generator[bytes, None, None]:
     """Yield the tar of `context` in chunks, with an additional Dockerfile as its first member.
 
-    Its name is `DOCKERFILE`, and its text is `dockerfile`. It contains labels that are known only during a
-    build.
+    Its name is `DOCKERFILE_NAME`. It contains labels that are known only during a build.
     """
-    dockerfile_bytes = dockerfile.encode()
-    member = tarfile.TarInfo(DOCKERFILE)
-    member.size = len(dockerfile_bytes)
+    content = dockerfile_text.encode()
+    member = tarfile.TarInfo(DOCKERFILE_NAME)
+    member.size = len(content)
     member.mode = 0o644
+    # A tar consists of blocks of 512 bytes, so zeros follow up to the next block.
+    padding = bytes(-len(content) % tarfile.BLOCKSIZE)
     with context.open(report) as tar:
-        # The header, the content, and zeros up to the next block of the tar.
-        yield (
-            member.tobuf(tarfile.USTAR_FORMAT)
-            + dockerfile_bytes
-            + bytes(-len(dockerfile_bytes) % tarfile.BLOCKSIZE)
-        )
-        chunk = tar.read(CHUNK_BYTES)
-        while chunk:
-            yield chunk
-            chunk = tar.read(CHUNK_BYTES)
+        yield member.tobuf(tarfile.USTAR_FORMAT) + content + padding
+        yield from iter(lambda: tar.read(CHUNK_BYTES), b"")  # until the end of the tar
 
 
 def _make_buildx_env(engine: Engine) -> dict[str, str]:

@@ -114,8 +114,8 @@ class Engine:
         return "nvidia" in (self.info.get("Runtimes") or {})
 
     @property
-    def names_manifests(self) -> bool:
-        """Whether the engine identifies images by their manifests, as it does with containerd's store."""
+    def has_containerd_store(self) -> bool:
+        """Whether the engine stores images with containerd, and so identifies them by their manifests."""
         return _has_containerd_store(self.info)
 
     def facts(self) -> EngineFacts:
@@ -123,7 +123,7 @@ class Engine:
         return engine_facts(self.endpoint, version=self.version, info=self.info)
 
     @contextlib.contextmanager
-    def patient(self) -> Iterator[docker.APIClient]:
+    def without_timeout(self) -> Iterator[docker.APIClient]:
         """Yield the SDK's client without a timeout, for calls that may take an hour: save, export and push.
 
         Notes
@@ -131,18 +131,17 @@ class Engine:
         By default, the SDK waits 60 s for a response in all calls except build. To save an image of 20 GB,
         the engine copies the image before it sends the first byte (docker/docker-py issues 1070, 2097, 2119).
         """
-        # The client reads its timeout at each request. So the change also applies to other requests of the
-        # block.
-        usual_timeout = self.api.timeout
+        # The client reads its timeout at each request, so no request of the block has one.
+        usual_timeout_s = self.api.timeout
         self.api.timeout = None  # type: ignore[assignment]  # requests waits forever with None
         try:
             yield self.api
         finally:
-            self.api.timeout = usual_timeout
+            self.api.timeout = usual_timeout_s
 
 
-def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
-    """Connect to the engine at `engine`. By default, `find_endpoint` chooses the engine.
+def connect(endpoint: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT_S) -> Engine:
+    """Connect to the engine at `endpoint`. By default, `find_endpoint` chooses the engine.
 
     Raises
     ------
@@ -156,20 +155,20 @@ def connect(engine: Endpoint | None = None, *, timeout_s: float = ANSWER_TIMEOUT
         raise ToolMissing(
             f"the Python package docker cannot be imported: {error}", hint="pip install docker"
         ) from error
-    engine = engine or address.find_endpoint()
+    endpoint = endpoint or address.find_endpoint()
     # The client asks for the engine's version at once, so an engine that does not respond is noticed here.
     try:
-        return Engine(make_client(engine, timeout_s=timeout_s), engine)
+        return Engine(make_client(endpoint, timeout_s=timeout_s), endpoint)
     except (docker.errors.DockerException, ValueError, OSError) as error:
-        raise explain_unreachable(engine, error) from error
+        raise explain_unreachable(endpoint, error) from error
 
 
 _SSH_URL = "http://engine-by-ssh:80"
 """An invented address for an engine behind ssh. It makes the SDK use our adapter."""
 
 
-def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> docker.APIClient:
-    """Return a client of the SDK that is connected to `engine`.
+def make_client(endpoint: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> docker.APIClient:
+    """Return a client of the SDK that is connected to the engine at `endpoint`.
 
     It differs from the SDK's own client in three ways. It asks for the version only once. The variable
     REQUESTS_CA_BUNDLE, which a site may set, does not replace the engine's certificate authority. For
@@ -178,17 +177,17 @@ def make_client(engine: Endpoint, *, timeout_s: float = ANSWER_TIMEOUT_S) -> doc
     import docker
     from docker.constants import MINIMUM_DOCKER_API_VERSION
 
-    is_ssh = engine.host.startswith("ssh://")
+    is_ssh = endpoint.host.startswith("ssh://")
 
     class EngineClient(docker.APIClient):
         def __init__(self, version: str) -> None:
             self.version_answer: dict[str, Any] = {}
-            options = sdk_options(engine)
+            options = sdk_options(endpoint)
             super().__init__(**options, version=version, timeout=timeout_s)  # type: ignore[arg-type]
             if is_ssh:
                 # Ignore proxies that are set by variables such as HTTP_PROXY.
                 self.trust_env = False
-                self.mount(_SSH_URL, _make_ssh_adapter(engine.host))
+                self.mount(_SSH_URL, _make_ssh_adapter(endpoint.host))
 
         def version(self, api_version: bool = True) -> dict[str, Any]:
             # Keep the response, because Podman takes 0.2 to 0.9 s for each.
@@ -224,40 +223,42 @@ def _make_ssh_adapter(host: str) -> HTTPAdapter:
     import urllib3.connection
     import urllib3.connectionpool
 
-    class DialedConnection(urllib3.connection.HTTPConnection):
+    # requests has an adapter, the adapter has pools, and a pool has connections. Only the connection does
+    # something new, in `connect`. The pool and the adapter are replaced only to use that connection.
+    class SshConnection(urllib3.connection.HTTPConnection):
         def connect(self) -> None:
             timeout_s = None
-            if isinstance(self.timeout, float | int):  # urllib3 represents its default by an object
+            if isinstance(self.timeout, float | int):  # else None or an object, the default
                 timeout_s = self.timeout
             self.sock = address.open_ssh_socket(host, timeout_s)
 
-    class DialedPool(urllib3.connectionpool.HTTPConnectionPool):
-        ConnectionCls = DialedConnection
+    class SshPool(urllib3.connectionpool.HTTPConnectionPool):
+        ConnectionCls = SshConnection
 
-    class DialedAdapter(requests.adapters.HTTPAdapter):
+    class SshAdapter(requests.adapters.HTTPAdapter):
         def init_poolmanager(self, *args: Any, **options: Any) -> None:
             super().init_poolmanager(*args, **options)
-            self.poolmanager.pool_classes_by_scheme = {"http": DialedPool}
+            self.poolmanager.pool_classes_by_scheme = {"http": SshPool}
 
-    return DialedAdapter()
+    return SshAdapter()
 
 
-def sdk_options(engine: Endpoint) -> dict[str, Any]:
-    """Return the arguments for the SDK's client: the address of `engine`, and its certificates for TLS."""
+def sdk_options(endpoint: Endpoint) -> dict[str, Any]:
+    """Return the arguments for the SDK's client: the address of an engine, and its certificates for TLS."""
     import docker.tls
 
-    if engine.host.startswith("ssh://"):
+    if endpoint.host.startswith("ssh://"):
         return {"base_url": _SSH_URL}
-    tls = engine.tls
-    if tls is None or not engine.host.startswith(("tcp://", "http://", "https://")):
-        return {"base_url": engine.host}
+    tls = endpoint.tls
+    if tls is None or not endpoint.host.startswith(("tcp://", "http://", "https://")):
+        return {"base_url": endpoint.host}
     # The SDK refuses a certificate without a key, so pass both or none.
     cert_and_key = None
     if tls.cert and tls.key:
         cert_and_key = (str(tls.cert), str(tls.key))
     ca = str(tls.ca) if tls.ca else None
     tls_config = docker.tls.TLSConfig(client_cert=cert_and_key, ca_cert=ca, verify=tls.verify)
-    return {"base_url": engine.host, "tls": tls_config}
+    return {"base_url": endpoint.host, "tls": tls_config}
 
 
 def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mapping[str, Any]) -> EngineFacts:
@@ -303,8 +304,8 @@ def _has_containerd_store(info: Mapping[str, Any]) -> bool:
     return driver_type.startswith("io.containerd.snapshotter")
 
 
-def query_facts(engine: Endpoint | None = None) -> EngineFacts:
-    """Return facts about `engine`. By default, this is the engine that every command uses.
+def query_facts(endpoint: Endpoint | None = None) -> EngineFacts:
+    """Return facts about the engine at `endpoint`. By default, this is the engine that every command uses.
 
     Raises
     ------
@@ -312,5 +313,5 @@ def query_facts(engine: Endpoint | None = None) -> EngineFacts:
     ToolFailed : a program responds, but it is not an engine.
     UsageError : ``DOCKER_HOST`` is not an address, or the chosen context does not exist.
     """
-    with connect(engine, timeout_s=FACTS_TIMEOUT_S) as connected:
-        return connected.facts()
+    with connect(endpoint, timeout_s=FACTS_TIMEOUT_S) as engine:
+        return engine.facts()

@@ -29,7 +29,7 @@ the container."""
 # The source of the guard. It waits for the end of its input. If imgkit has removed the container, it writes
 # something to that input first. If the input ends without data, imgkit was killed, and the guard removes the
 # container. It tries twice, because the engine may still be creating the container.
-_GUARD = """
+_GUARD_SOURCE = """
 import sys
 if not sys.stdin.buffer.read():
     sys.path += sys.argv[2:]
@@ -77,7 +77,7 @@ def temporary_container(
     for folder, target in (mounted or {}).items():
         mounts.append(docker.types.Mount(target, folder, type="bind", read_only=True))
     is_created = False
-    with _start_guard(name) as on_removed:
+    with _start_guard(name) as report_removal:
         try:
             with translate_errors(f"create a container of {image}", name=image):
                 engine.api.create_container(
@@ -87,7 +87,7 @@ def temporary_container(
                     name=name,
                     labels={"imgkit.purpose": purpose},
                     # Only an engine with containerd's store keeps an image for several platforms.
-                    platform=platform if engine.names_manifests else None,
+                    platform=platform if engine.has_containerd_store else None,
                     host_config=engine.api.create_host_config(
                         network_mode="none",
                         # With the engine's default driver, the output might not be readable later.
@@ -102,7 +102,7 @@ def temporary_container(
             # If "create" was interrupted, the engine may still be creating the container. Then the guard
             # removes it.
             if is_created:
-                on_removed()
+                report_removal()
 
 
 def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes | None:
@@ -142,10 +142,10 @@ def run(engine: Engine, image: str, argv: Sequence[str], *, platform: str) -> Fi
     """
     with temporary_container(engine, image, argv, purpose="run", platform=platform) as name:
         with translate_errors(f"start {argv[0]} in {image}", name=image):
-            missing_program = _start(engine, name)
-        if missing_program:
-            return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=missing_program)
-        with translate_errors(f"run {argv[0]} in {image}"), engine.patient() as api:
+            missing_program_message = _start(engine, name)
+        if missing_program_message:
+            return Finished(argv=tuple(argv), returncode=NOT_FOUND, output=missing_program_message)
+        with translate_errors(f"run {argv[0]} in {image}"), engine.without_timeout() as api:
             exit_code = int(api.wait(name)["StatusCode"])
             output: bytes = api.logs(name, stdout=True, stderr=True)
     return Finished(
@@ -175,15 +175,18 @@ def _start(engine: Engine, name: str) -> str:
 
 
 @contextlib.contextmanager
-def _start_guard(name: str) -> Iterator[Callable[[], object]]:
+def _start_guard(name: str) -> Iterator[Callable[[], None]]:
     """Start a guard, a process that removes the container `name` if imgkit is killed.
 
     Yield a function that tells the guard that the container has been removed. The guard then does nothing.
     """
+    # Python's option -I leaves out PYTHONPATH and the current folder. So pass on all folders from which the
+    # guard may have to import imgkit. The current folder is an empty text here, and is not passed on.
+    import_folders = [folder for folder in sys.path if folder]
     # The guard runs in its own session, so that Ctrl-C in the terminal does not end it before imgkit has
     # cleaned up.
     with subprocess.Popen(
-        [sys.executable, "-I", "-c", _GUARD, name, *filter(None, sys.path)],
+        [sys.executable, "-I", "-c", _GUARD_SOURCE, name, *import_folders],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -191,9 +194,13 @@ def _start_guard(name: str) -> Iterator[Callable[[], object]]:
     ) as guard:
         assert guard.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
         stdin = guard.stdin
-        # The guard reads its input to the end, which comes when this block or imgkit ends. Without the word,
-        # it removes the container.
-        yield lambda: stdin.write(b"removed")
+
+        def report_removal() -> None:
+            stdin.write(b"removed")
+
+        # The guard waits for the end of its input. `Popen` flushes and closes the input after this block, and
+        # the kernel closes it if imgkit is killed. If it is empty, the guard removes the container.
+        yield report_removal
 
 
 _SHM_SIZE = "8g"
@@ -201,19 +208,22 @@ _SHM_SIZE = "8g"
 used is not allocated."""
 
 
-def shell_argv(image: str, *, gpus: bool, host: bool, endpoint: Endpoint, workdir: str = "") -> list[str]:
+def shell_argv(
+    image: str, *, gpus: bool, share_host: bool, endpoint: Endpoint, workdir: str = ""
+) -> list[str]:
     """Return the command that opens bash in `image`, in `workdir` or the image's own working directory.
 
-    If `host` is true, the container shares IPC with the machine, and thereby its shared memory. Otherwise it
-    has no network, and `_SHM_SIZE` of shared memory. NCCL and data loader workers need shared memory, and
-    Docker's default of 64 MB is too small. RDMA needs unlimited locked memory (NVIDIA's advice for its
-    PyTorch containers). The limit for open files is set because Docker 29 lowers it to 1,024.
+    If `share_host` is true, the container shares IPC with the machine, and thereby its shared memory.
+    Otherwise it has no network, and `_SHM_SIZE` of shared memory. NCCL and data loader workers need shared
+    memory, and Docker's default of 64 MB is too small.
     """
     argv = [*_engine_program(endpoint), "run"]
-    if host:
+    if share_host:
         argv.append("--ipc=host")
     else:
         argv += ["--network", "none", f"--shm-size={_SHM_SIZE}"]
+    # RDMA needs unlimited locked memory. This limit and the one for stacks, 64 MiB, are NVIDIA's advice for
+    # its PyTorch containers. The limit for open files is set because Docker 29 lowers it to 1,024.
     for limit in ("memlock=-1", "stack=67108864", "nofile=16384"):
         argv += ["--ulimit", limit]
     if workdir:

@@ -20,7 +20,7 @@ from imgkit_entrypoints import secret_patterns
 from imgkit_entrypoints.errors import ImgkitError
 from imgkit_entrypoints.terminal import strip_styles
 
-DOCKERFILE = "Dockerfile.imgkit"
+DOCKERFILE_NAME = "Dockerfile.imgkit"
 """The name of the Dockerfile with the labels. The context also contains the Dockerfile without them."""
 
 # "Step 2/9 : RUN make", "STEP 2/9: RUN make"
@@ -40,6 +40,9 @@ class BuildFollower:
     error.
     """
 
+    _counted_instructions: tuple[str, ...] = ()
+    """The kinds of instructions that the builder counts as steps. Empty if it counts all of them."""
+
     def __init__(
         self,
         log: TextIO,
@@ -48,12 +51,12 @@ class BuildFollower:
         base: str,
         log_path: Path,
         report: Reporter,
-        hide: Callable[[str], str] = secret_patterns.mask_secrets,
+        mask: Callable[[str], str] = secret_patterns.mask_secrets,
     ) -> None:
         self.log_path = log_path
         self.report = report
         self._log = log
-        self._mask_secrets = hide
+        self._mask = mask
         self._dockerfile = dockerfile
         self._base = base
         self._step_output: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
@@ -71,7 +74,7 @@ class BuildFollower:
         ------
         ImgkitError : the event reports that a step has failed.
         """
-        message = self._mask_secrets(event_error(event))
+        message = self._mask(event_error(event))
         # An event without an error gives an empty text.
         if message:
             # The last line of the output may have no line break, but it belongs to the error.
@@ -113,28 +116,29 @@ class BuildFollower:
         doing = "build"
         if self._step:
             doing = f"step {self._step}/{self._step_count} ({self._shorten_instruction()})"
+        # Podman repeats the instruction before its message.
         error = explain_message(_REPEATED_INSTRUCTION.sub("", message), doing=doing, name=self._base)
-        hint = error.hint
         output = "\n".join(process.last_lines("\n".join(self._step_output)))
+        advice = error.hint
         # The message of the engine is often only "returned a non-zero code". So look for a known problem in
         # the output of the step, too. Output with "imgkit: " comes from imgkit's own scripts, which print a
         # hint themselves.
-        if not hint and "imgkit: " not in output:
-            hint = find_hint(output)
-        hints = []
+        if not advice and "imgkit: " not in output:
+            advice = find_hint(output)
+        hint_parts = []
         if output:
-            hints += ["its last lines:", output]
-        if hint:
-            hints.append(hint)
-        return type(error)(
-            error.what, where=self._locate_in_recipe(message), hint=self._add_log_path("\n".join(hints))
-        )
+            hint_parts += ["its last lines:", output]
+        if advice:
+            hint_parts.append(advice)
+        hint = self._add_log_path("\n".join(hint_parts))
+        # Keep the class of the error, because it determines the exit code of imgkit.
+        return type(error)(error.what, where=self._locate_in_recipe(message), hint=hint)
 
     def _add_line(self, line: str) -> None:
         """Process a complete line of output."""
         # A progress bar overwrites its line with carriage returns. Keep only the last text.
         _, _, last_text = strip_styles(line).rstrip("\r").rpartition("\r")
-        text = self._mask_secrets(last_text)
+        text = self._mask(last_text)
         self._log.write(text + "\n")
         self._log.flush()
         self._update_state(text)
@@ -190,13 +194,9 @@ class BuildFollower:
         """Return `hint` with the path of the log."""
         return f"{hint}\nfull log: {self.log_path}, with the Dockerfile in the same folder".strip()
 
-    def _find_line_of_step(self, *, only: Collection[str] = ()) -> int | None:
-        """Return the line of the Dockerfile at which the current step begins, or None if it is unknown.
-
-        `only` lists the kinds of instructions that the builder counts as steps. If it is empty, all kinds
-        count.
-        """
-        lines = instruction_lines(self._dockerfile, only=only)
+    def _find_line_of_step(self) -> int | None:
+        """Return the line of the Dockerfile at which the current step begins, or None if it is unknown."""
+        lines = instruction_lines(self._dockerfile, only=self._counted_instructions)
         if not 0 < self._step <= len(lines):
             return None
         return lines[self._step - 1]
@@ -218,14 +218,13 @@ _VERTEX = re.compile(r"^#\d+ \[ *(?P<number>\d+)/(?P<total>\d+)\] (?P<instructio
 # "#5 0.213 cc -o a a.c"
 _OUTPUT = re.compile(r"^#\d+ \d+\.\d+ ?(.*)$")
 _SOLVE_ERROR = re.compile(r"^ERROR: (?:failed to solve: |failed to build: )*(.*)$")
-_SOURCE_LINE = re.compile(rf"^{re.escape(DOCKERFILE)}:(\d+)$")
-_LAYER_INSTRUCTIONS = ("FROM", "RUN", "COPY", "ADD", "WORKDIR")
-"""The instructions that BuildKit counts as steps."""
+_SOURCE_LINE = re.compile(rf"^{re.escape(DOCKERFILE_NAME)}:(\d+)$")
 
 
 class BuildKitFollower(BuildFollower):
     """Follows a build with ``docker buildx build --progress plain``."""
 
+    _counted_instructions = ("FROM", "RUN", "COPY", "ADD", "WORKDIR")
     _source_line: int | None = None
     _error = ""
 
@@ -253,8 +252,8 @@ class BuildKitFollower(BuildFollower):
     def _pop_error_message(self) -> str:
         return self._error
 
-    def _find_line_of_step(self, *, only: Collection[str] = _LAYER_INSTRUCTIONS) -> int | None:
-        return self._source_line or super()._find_line_of_step(only=only)
+    def _find_line_of_step(self) -> int | None:
+        return self._source_line or super()._find_line_of_step()
 
 
 def instruction_lines(text: str, *, only: Collection[str] = ()) -> tuple[int, ...]:

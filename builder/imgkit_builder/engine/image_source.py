@@ -24,7 +24,7 @@ from imgkit_builder.engine.errors import (
 )
 from imgkit_builder.engine.images import ImageInfo, check_name, find_image, inspect, repository
 from imgkit_builder.oci.config import ImageConfig, parse_config
-from imgkit_entrypoints.errors import ToolFailed, UsageError
+from imgkit_entrypoints.errors import ImgkitError, ToolFailed, UsageError
 from imgkit_entrypoints.terminal import strip_styles
 
 # How many bytes at the end of a tar are kept to find an error message of the engine, which is shorter.
@@ -97,13 +97,13 @@ def save_stream(engine: Engine, name: str, *, report: Reporter = SILENT) -> Iter
     image = inspect(engine, name)
     doing = f"save {name}"
     report.stage(f"the engine stages {image.tag or name}")
-    # Errors at the request are translated here, and errors in the stream by `_refuse_incomplete`. An error of
-    # the caller's own code in the block must not be translated.
-    with contextlib.ExitStack() as stack:
-        with translate_errors(doing, name=name):
-            archive = images.get_image(engine, image.tag or image.ref, image.platform)
-            chunks = stack.enter_context(archive)
-        yield stack.enter_context(contextlib.closing(_refuse_incomplete(chunks, doing)))
+    # An error of the caller's own code in the block must not be translated. So errors of the request are
+    # translated by `open_saved_image`, and errors in the stream by `_refuse_incomplete`.
+    with (
+        images.open_saved_image(engine, image.tag or image.ref, image.platform, requested=name) as chunks,
+        contextlib.closing(_refuse_incomplete(chunks, doing)) as checked_chunks,
+    ):
+        yield checked_chunks
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def export_stream(engine: Engine, name: str) -> Iterator[Iterator[bytes]]:
     with containers.temporary_container(
         engine, image.ref, purpose="export", platform=image.platform
     ) as container:
-        with translate_errors(doing, name=name), engine.patient() as api:
+        with translate_errors(doing, name=name), engine.without_timeout() as api:
             response = iter(api.export(container))
         with contextlib.closing(_refuse_incomplete(response, doing)) as chunks:
             yield chunks
@@ -140,20 +140,29 @@ def _refuse_incomplete(chunks: Iterator[bytes], doing: str) -> Generator[bytes, 
     ------
     ToolFailed, UsageError : the engine failed, or the data ended too early.
     """
-    tail = b""
+    tail = b""  # the last bytes so far
     with translate_errors(doing):
         for chunk in chunks:
             # Copy only the end of the chunk, because chunks are large.
             tail += chunk[-_TAIL_BYTES:]
             tail = tail[-_TAIL_BYTES:]
             yield chunk
-    if tail.endswith(_TAR_END):
-        return
-    _, error_start, error_rest = tail.rpartition(b'{"errorDetail"')
-    if error_start:
-        message = (error_start + error_rest).decode("utf-8", "replace")
-        raise explain_message(strip_styles(message), doing=doing)
-    raise ToolFailed(
+    # Only a complete tar ends with two empty blocks. After an error, the tail ends with JSON or anywhere.
+    if not tail.endswith(_TAR_END):
+        raise _explain_incomplete(tail, doing)
+
+
+def _explain_incomplete(tail: bytes, doing: str) -> ImgkitError:
+    """Return the error for a tar of the engine that is incomplete, and ends with the bytes `tail`.
+
+    The tail contains the engine's error message if the engine has sent one.
+    """
+    # The JSON begins with this key: b'... {"errorDetail":{"message":"no space left"},"error":"..."}'
+    _, first_key, rest_of_json = tail.rpartition(b'{"errorDetail"')
+    if first_key:
+        message = (first_key + rest_of_json).decode("utf-8", "replace")
+        return explain_message(strip_styles(message), doing=doing)
+    return ToolFailed(
         f"{doing}: the stream ended before the archive did",
         hint="the engine stopped or its disk is full: docker system df; journalctl -u docker -n 50",
     )
@@ -202,7 +211,7 @@ def store_files(
     with (
         containers.temporary_container(engine, name, purpose="read", platform=platform) as container,
         translate_errors(f"read {path} in {name}", name=name),
-        engine.patient() as api,
+        engine.without_timeout() as api,
     ):
         chunks, _ = api.get_archive(container, path)
         stream = tar_read.TarStream(iter(chunks), name=f"{path} in {name}")
@@ -230,7 +239,7 @@ def pull_image(engine: Engine, ref: str, platform: str | None, report: Reporter)
     report.stage(doing)
     name, tag = _split_tag(ref)
     progress = LayerProgress(report)
-    with translate_errors(doing, name=ref), engine.patient() as api:
+    with translate_errors(doing, name=ref), engine.without_timeout() as api:
         events = api.pull(name, tag=tag, stream=True, decode=True, platform=platform)
         for event in refuse_error_events(events, doing=doing, name=ref):
             progress.add_event(event)
@@ -265,7 +274,7 @@ def push(engine: Engine, ref: str, report: Reporter) -> str:
     progress = LayerProgress(report)
     digest = ""
     # A push may take an hour, hence no timeout.
-    with translate_errors(doing, name=ref), engine.patient() as api:
+    with translate_errors(doing, name=ref), engine.without_timeout() as api:
         events = api.push(name, tag=tag, stream=True, decode=True)
         for event in refuse_error_events(events, doing=doing, name=ref):
             progress.add_event(event)

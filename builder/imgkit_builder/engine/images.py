@@ -20,6 +20,7 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from imgkit_builder.archive import read
@@ -147,7 +148,7 @@ def _make_info(engine: Engine, data: dict[str, Any], name: str) -> ImageInfo:
     digests = _sort_digests(data, short_name(name))
     return ImageInfo(
         ref=ref,
-        id=_image_id(engine, ref, platform),
+        id=_read_image_id(engine, ref, platform),
         tags=tuple(_sort_tags(data, short_name(name))),
         platform=platform,
         labels=dict(config.get("Labels") or {}),
@@ -244,7 +245,7 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
     added. It is the digest of the manifest for that platform.
     """
     default_response = _request_inspection(engine, name)
-    if not can_choose_platform(engine) or not engine.names_manifests:
+    if not can_choose_platform(engine) or not engine.has_containerd_store:
         return default_response
     # Without an architecture, the response is about a platform that the engine knows but does not keep.
     is_default_kept = bool(default_response.get("Architecture"))
@@ -271,7 +272,7 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
 
 def _request_inspection(engine: Engine, name: str, **query: str) -> dict[str, Any]:
     """Return the engine's response about the image `name`. `query` has further parameters of the request."""
-    with _query(engine, query):
+    with _with_query_parameters(engine, query):
         data: dict[str, Any] = engine.api.inspect_image(name)  # type: ignore[no-untyped-call]  # not in the stubs
     return data
 
@@ -287,12 +288,13 @@ def _list_local_platforms(engine: Engine, name: str) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _query(engine: Engine, query: Mapping[str, str]) -> Iterator[None]:
-    """Add the parameters `query` to all requests in the block. The SDK does not support them (docker 7.2).
+def _with_query_parameters(engine: Engine, parameters: Mapping[str, str]) -> Iterator[None]:
+    """Add `parameters` to the URLs of all requests in the block. The SDK does not support them (docker 7.2).
 
     The block must contain only the requests that these parameters are for.
     """
-    engine.api.params = dict(query)
+    # The client is a session of requests, which adds its `params` to every URL. They are empty otherwise.
+    engine.api.params = dict(parameters)
     try:
         yield
     finally:
@@ -319,21 +321,28 @@ def read_platform(data: Mapping[str, Any]) -> str:
 
 def can_choose_platform(engine: Engine) -> bool:
     """Return whether the engine can describe every platform of an image, not only the one that it prefers."""
-    return not engine.names_manifests or _has_api(engine, _INSPECT_API)
+    return not engine.has_containerd_store or _has_api(engine, _INSPECT_API)
 
 
 @contextlib.contextmanager
-def get_image(engine: Engine, name: str, platform: str) -> Iterator[Iterator[bytes]]:
-    """Yield the chunks of ``docker save``.
+def open_saved_image(
+    engine: Engine, name: str, platform: str, *, requested: str
+) -> Iterator[Iterator[bytes]]:
+    """Request ``docker save`` of the image `name`, and yield the chunks of the archive.
 
     The archive is for `platform` if the engine supports this parameter. Otherwise the engine decides.
+    `requested` is the name that the user has requested, for errors of the request. Errors while the chunks
+    are read are not translated.
     """
-    query = {}
-    if engine.names_manifests and _has_api(engine, _SAVE_API):
-        query["platform"] = _platform_json(platform)
-    with engine.patient() as api:
+    parameters = {}
+    if engine.has_containerd_store and _has_api(engine, _SAVE_API):
+        parameters["platform"] = _platform_json(platform)
+    with engine.without_timeout() as api:
         # The request is sent inside this block. The response is read later, and needs no parameters.
-        with _query(engine, query):
+        with (
+            translate_errors(f"save {requested}", name=requested),
+            _with_query_parameters(engine, parameters),
+        ):
             chunks = api.get_image(name, CHUNK_BYTES)
         with contextlib.closing(chunks):
             yield chunks
@@ -360,7 +369,7 @@ _CONTENT_INSIDE = "/imgkit-content"
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
-def _image_id(engine: Engine, ref: str, platform: str) -> str:
+def _read_image_id(engine: Engine, ref: str, platform: str) -> str:
     """Return the id (the digest of the configuration) of the image that `engine` calls `ref`.
 
     With Docker's own drivers, the id is `ref`. With containerd's store, `ref` is the digest of a manifest, or
@@ -371,50 +380,65 @@ def _image_id(engine: Engine, ref: str, platform: str) -> str:
     ------
     ToolFailed : the engine has no readable manifest of the image.
     """
-    if not engine.names_manifests or not _DIGEST.fullmatch(ref):
+    if not engine.has_containerd_store or not _DIGEST.fullmatch(ref):
         return ref
     # The file name contains the platform, because `ref` may be an index that leads to one configuration per
     # platform.
-    name = f"{ref.removeprefix('sha256:')}-{platform.replace('/', '-')}"
-    path = files.cache_dir() / "image-ids" / name
-    with contextlib.suppress(OSError, ValueError):
-        cached = files.read_own(path).strip()
-        if _DIGEST.fullmatch(cached):
-            return cached
-    digest = _read_id_in_store(engine, ref, platform) or _read_id_in_archive(engine, ref, platform)
-    if digest is None:
+    file_name = f"{ref.removeprefix('sha256:')}-{platform.replace('/', '-')}"
+    cache_path = files.cache_dir() / "image-ids" / file_name
+    cached_id = _read_cached_id(cache_path)
+    if cached_id is not None:
+        return cached_id
+    image_id = _read_id_in_store(engine, ref, platform) or _read_id_in_archive(engine, ref, platform)
+    if image_id is None:
         raise ToolFailed(
             f"the engine does not show the manifest of {ref}",
             hint="pull or build the image again; see: journalctl -u docker -n 50",
         )
-    files.write_cache(path, f"{digest}\n")
-    return digest
+    files.write_cache(cache_path, f"{image_id}\n")
+    return image_id
+
+
+def _read_cached_id(path: Path) -> str | None:
+    """Return the image id that an earlier command has written to `path`, or None if there is none."""
+    with contextlib.suppress(OSError, ValueError):
+        text = files.read_own(path).strip()
+        if _DIGEST.fullmatch(text):
+            return text
+    return None
 
 
 def _read_id_in_store(engine: Engine, ref: str, platform: str) -> str | None:
-    """Return the image id from the manifest in containerd's store, or None if the store is not found.
-
-    The store is a folder on the engine's machine. It is mounted into a container that is never started, and
-    the engine reads the files through that container.
-    """
+    """Return the image id from the manifest in containerd's store, or None if it is not found there."""
     root = engine.facts().root or "/var/lib/docker"
-    for store in (f"{root}/containerd/daemon/{_CONTENT}", *_OTHER_STORES):
+    for folder in (f"{root}/containerd/daemon/{_CONTENT}", *_OTHER_STORES):
         # If the folder does not exist, the engine returns an error. Then try the next one.
-        with (
-            contextlib.suppress(ImgkitError),
-            containers.temporary_container(
-                engine, ref, purpose="read", platform=platform, mounted={store: _CONTENT_INSIDE}
-            ) as container,
-        ):
-
-            def read_blob(digest: str, container: str = container) -> bytes | None:
-                path = f"{_CONTENT_INSIDE}/{digest.removeprefix('sha256:')}"
-                return containers.read_file(engine, container, path, most_bytes=read.MAX_JSON_BYTES)
-
-            digest = _find_config(ref, platform, read_blob)
-            if digest is not None:
-                return digest
+        with contextlib.suppress(ImgkitError):
+            image_id = _read_id_in_folder(engine, folder, ref, platform)
+            if image_id is not None:
+                return image_id
     return None
+
+
+def _read_id_in_folder(engine: Engine, folder: str, ref: str, platform: str) -> str | None:
+    """Return the image id from the manifest in `folder`, which may be containerd's store, or None.
+
+    The folder is on the engine's machine. It is mounted into a container that is never started, and the
+    engine reads the files through that container.
+
+    Raises
+    ------
+    ImgkitError : the engine has no such folder.
+    """
+    with containers.temporary_container(
+        engine, ref, purpose="read", platform=platform, mounted={folder: _CONTENT_INSIDE}
+    ) as container:
+
+        def read_blob(digest: str) -> bytes | None:
+            path = f"{_CONTENT_INSIDE}/{digest.removeprefix('sha256:')}"
+            return containers.read_file(engine, container, path, most_bytes=read.MAX_JSON_BYTES)
+
+        return _find_config_digest(ref, platform, read_blob)
 
 
 def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
@@ -423,29 +447,37 @@ def _read_id_in_archive(engine: Engine, ref: str, platform: str) -> str | None:
     This is slow, so it is done only if containerd's store is not found. Reading stops at the manifest. A
     damaged archive also gives None.
     """
-    json_blobs = {}
-    with translate_errors(f"save {ref}"), get_image(engine, ref, platform) as chunks:
-        stream = TarStream(chunks, name=ref, limits=TarLimits(entries=read.MAX_MEMBERS))
-        try:
-            for member in stream:
-                if member.kind != REGULAR or member.size_bytes > read.MAX_JSON_BYTES:
-                    continue
-                blob = b"".join(stream.body())
-                # Only a JSON object can be the manifest or an index.
-                if not blob.startswith(b"{"):
-                    continue
-                blob_name = posixpath.basename(member.name)  # of "blobs/sha256/1a2b..."
-                # An index may come before or after the manifests in it, so search again after each blob.
-                json_blobs[f"sha256:{blob_name}"] = blob
-                config_digest = _find_config(ref, platform, json_blobs.get)
-                if config_digest is not None:
-                    return config_digest
-        except CheckFailed:
-            return None
+    blobs_by_digest = {}
+    archive = open_saved_image(engine, ref, platform, requested=ref)
+    with translate_errors(f"save {ref}"), archive as chunks, contextlib.suppress(CheckFailed):
+        for digest, blob in _iterate_json_blobs(chunks, ref):
+            blobs_by_digest[digest] = blob
+            # An index may come before or after the manifests in it, so search again after each blob.
+            config_digest = _find_config_digest(ref, platform, blobs_by_digest.get)
+            if config_digest is not None:
+                return config_digest
     return None
 
 
-def _find_config(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
+def _iterate_json_blobs(chunks: Iterator[bytes], name: str) -> Iterator[tuple[str, bytes]]:
+    """Yield each JSON object in an archive of ``docker save``, after the digest in its name.
+
+    `chunks` are the bytes of the archive. `name` is the name of the image, for messages.
+
+    Raises
+    ------
+    CheckFailed : the archive is damaged.
+    """
+    stream = TarStream(chunks, name=name, limits=TarLimits(entries=read.MAX_MEMBERS))
+    for member in stream:
+        if member.kind != REGULAR or member.size_bytes > read.MAX_JSON_BYTES:
+            continue
+        blob = b"".join(stream.body())  # the content of this member
+        if blob.startswith(b"{"):
+            yield f"sha256:{posixpath.basename(member.name)}", blob  # "blobs/sha256/1a2b..."
+
+
+def _find_config_digest(digest: str, platform: str, read_blob: Callable[[str], bytes | None]) -> str | None:
     """Return the digest of the configuration for `platform`, starting at the manifest or index `digest`.
 
     An index lists the manifests of several platforms. A manifest refers to the configuration. If a document

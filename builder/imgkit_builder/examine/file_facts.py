@@ -103,7 +103,7 @@ def read_file_facts(name: str) -> FileFacts | PackagesFacts:
     """
     path = Path(name)
     if packages_record.is_packages(path):
-        stored_record = packages_record.read(path)
+        stored_record = packages_record.read_record(path)
         return PackagesFacts(path=name, size_bytes=path.stat().st_size, record=stored_record)
     if image.is_sif(path):
         sif = image.read(path)

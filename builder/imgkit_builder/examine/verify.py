@@ -274,7 +274,7 @@ def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
     """
     report.stage(f"read {path.name}")
     try:
-        stored_record = record.read(path)
+        stored_record = record.read_record(path)
         actual_sha256 = record.squashfs_sha256(path)
     except CheckFailed as error:
         yield Check("record", "fail", error.what, error.hint or "")

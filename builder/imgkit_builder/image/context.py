@@ -226,12 +226,13 @@ def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
     digest of the base, which only an engine knows. So if two builds have the same digest, they give the same
     result, unless the name of the base now refers to another image.
     """
-    base_image = BaseImage(name=base, platform=context.manifest.platform)
-    manifest = dataclasses.replace(context.manifest, base=_describe_base(recipe, base_image))
-    dockerfile = render.render_dockerfile(recipe, base=base, platform=manifest.platform)
+    platform = context.manifest.platform
     # The Dockerfile and the manifest are rendered again, with only the name of the base. `files_sha256` does
     # not cover the ones in `context`, which contain what an engine knows about the base.
-    texts = (context.files_sha256, dockerfile, manifests.to_json(manifest))
+    base_by_name = BaseImage(name=base, platform=platform)
+    manifest_without_digest = dataclasses.replace(context.manifest, base=_describe_base(recipe, base_by_name))
+    dockerfile = render.render_dockerfile(recipe, base=base, platform=platform)
+    texts = (context.files_sha256, dockerfile, manifests.to_json(manifest_without_digest))
     return hashlib.sha256("\0".join(texts).encode()).hexdigest()
 
 
@@ -245,21 +246,22 @@ def _describe_base(recipe: Recipe, base: BaseImage) -> BaseImage:
     if recipe.lock is None:
         return base
     locked_base = recipe.lock.base
-    digest = ""
+    name_with_digest = ""
     if locked_base.digest:
-        digest = locked_base.exact
-    return dataclasses.replace(base, digest=digest, id=locked_base.id or base.id)
+        name_with_digest = locked_base.exact  # "nvcr.io/nvidia/pytorch@sha256:..."
+    return dataclasses.replace(base, digest=name_with_digest, id=locked_base.id or base.id)
 
 
-def check_code(recipe: Recipe) -> None:
-    """Check whether `pack_context` can pack the projects, copies and uv.lock of `recipe`, without a build.
+def refuse_unpackable_code(recipe: Recipe) -> None:
+    """Refuse a recipe of which `pack_context` cannot pack the projects, copies or uv.lock, without a build.
 
     Raises
     ------
-    ToolMissing, UsageError : it cannot. The error is the one that `pack_context` would raise.
+    ToolMissing, UsageError : the error that `pack_context` would raise.
     """
-    # A recipe with a lock does not use uv.lock, because the lock already has the wheels.
+    # Both functions are called only for the errors that they raise. Their results are not needed here.
     members.collect_code(_list_code(recipe), _list_secret_files(recipe))
+    # A recipe with a lock does not use uv.lock, because the lock already has the wheels.
     if recipe.image.uv and not recipe.lock:
         uv_export.export_uv_lock(recipe)
 
@@ -314,17 +316,23 @@ def _collect_recipe_code(recipe: Recipe) -> PackedCode:
 
 
 def _list_code(recipe: Recipe) -> Iterator[Code]:
-    """Yield the user's code that goes into the image: projects of pip steps, and copied folders."""
+    """Yield the user's code that goes into the image: projects of pip steps, and copied folders.
+
+    `Code.is_skeleton` is set for a project of which only the files that pip needs are packed.
+    """
     # The index in the folder's name keeps the files of two steps apart.
     for index, step in enumerate(recipe.image.pip):
-        if step.project is not None:
-            yield Code(
-                source=step.project,
-                context_folder=install.project_folder(index),
-                where=recipe.where("image", "pip", index, "project"),
-                ignore=step.ignore,
-                is_skeleton=_is_mounted_by_runs(step) and not skeleton.unfit_reason(step.project),
-            )
+        if step.project is None:
+            continue
+        # Each run mounts the code over the project, and the installation needs nothing but the skeleton.
+        is_skeleton_enough = _is_mounted_by_runs(step) and not skeleton.unfit_reason(step.project)
+        yield Code(
+            source=step.project,
+            context_folder=install.project_folder(index),
+            where=recipe.where("image", "pip", index, "project"),
+            ignore=step.ignore,
+            is_skeleton=is_skeleton_enough,
+        )
     for index, copy in enumerate(recipe.image.copy):
         yield Code(
             source=copy.source,
@@ -345,13 +353,13 @@ def _is_mounted_by_runs(step: PipStep) -> bool:
 def whole_project_notes(recipe: Recipe) -> Iterator[str]:
     """Yield a message for each project that is packed as a whole although each run mounts its code.
 
-    Usually a skeleton is enough for such a project. Here the installation needs the code, for example to
-    compile it.
+    Usually a skeleton is enough for such a project: the files that pip needs to install it, without the code.
+    Here the installation also needs the code, for example to compile it.
     """
     for index, step in enumerate(recipe.image.pip):
         if step.project is None or not _is_mounted_by_runs(step):
             continue
-        reason = skeleton.unfit_reason(step.project)
+        reason = skeleton.unfit_reason(step.project)  # empty if a skeleton is enough
         if reason:
             where = recipe.where("image", "pip", index, "project")
             yield (
@@ -470,38 +478,47 @@ def _list_locked_files(recipe: Recipe, lock: LockedPlatform) -> Iterator[TarMemb
 
     These are the lists of packages to install, and packages that are stored on this machine.
     """
-    yield members.memory_file(install.LOCK_TOML, recipe.lock_text.encode())
+    yield members.memory_file(install.LOCK_TOML.context_path, recipe.lock_text.encode())
     if lock.apt:
-        apt_folder = f"imgkit/{install.LOCKED_APT}"
-        apt_list = install.render_packages(recipe).encode()
-        yield members.empty_folder(apt_folder)
-        yield _read_template(f"{apt_folder}/{install.SCRIPT}", install.SCRIPT)
-        yield members.memory_file(f"{apt_folder}/{install.PACKAGES}", apt_list)
-        yield from _list_kept_files(recipe, apt_folder, lock.apt)
-    for step_index in install.pip_step_numbers(recipe):
-        yield from _list_locked_step(recipe, step_index)
+        yield from _list_locked_apt_files(recipe, lock.apt)
+    for step_number in install.pip_step_numbers(recipe):
+        yield from _list_locked_pip_files(recipe, step_number)
 
 
-def _list_locked_step(recipe: Recipe, number: int) -> Iterator[TarMember]:
-    """Yield the files for pip step `number` of a build with a lock.
+def _list_locked_apt_files(recipe: Recipe, debs: Iterable[LockedDeb]) -> Iterator[TarMember]:
+    """Yield the files for the apt step of a build with a lock, which installs `debs`.
 
-    These are the requirements file, and wheels that are stored on this machine.
+    These are the script of the step, the list of packages, and packages that are stored on this machine.
+    """
+    folder = install.LOCKED_APT.context_path
+    yield members.empty_folder(folder)
+    yield _read_template(f"{folder}/{install.SCRIPT}", install.SCRIPT)
+    yield members.memory_file(f"{folder}/{install.PACKAGES}", install.render_apt_list(recipe).encode())
+    yield from _list_stored_files(recipe, folder, debs)
+
+
+def _list_locked_pip_files(recipe: Recipe, step_number: int) -> Iterator[TarMember]:
+    """Yield the files for a pip step of a build with a lock.
+
+    These are the requirements file, and wheels that are stored on this machine. `step_number` is the index of
+    the step in the recipe, or `UV_STEP` for the uv project.
     """
     # A step without a wheel in the lock is left out of the build, so it needs no files.
-    wheels = install.locked_wheels(recipe, number)
+    wheels = install.locked_wheels(recipe, step_number)
     if not wheels:
         return
-    requirements_text = install.render_requirements(recipe, number)
-    yield members.memory_file(install.requirements_file(number).context_path, requirements_text.encode())
-    if number == UV_STEP:
+    file = install.requirements_file(step_number)
+    yield members.memory_file(file.context_path, install.render_requirements(recipe, step_number).encode())
+    if step_number == UV_STEP:
+        # A page with links to the wheels, from which pip downloads them.
         yield members.memory_file(install.UV_LINKS.context_path, install.render_uv_links(recipe).encode())
-    folder = install.kept_wheels(recipe, number)
+    folder = install.stored_wheels_folder(recipe, step_number)
     if folder is not None:
         yield members.empty_folder(folder.context_path)
-        yield from _list_kept_files(recipe, folder.context_path, wheels)
+        yield from _list_stored_files(recipe, folder.context_path, wheels)
 
 
-def _list_kept_files(
+def _list_stored_files(
     recipe: Recipe, folder: str, packages: Iterable[LockedDeb | LockedWheel]
 ) -> Iterator[TarMember]:
     """Yield a member in `folder` for each of `packages` that ``imgkit lock --keep-files`` has stored here.
@@ -513,21 +530,21 @@ def _list_kept_files(
     CheckFailed : a stored file has another digest than the lock.
     """
     for package in packages:
-        file = recipe.kept.get(package.file)
-        if file is None:
+        stored_path = recipe.kept.get(package.file)  # by the file name
+        if stored_path is None:
             continue
         hint = "remove it, or make it again: imgkit lock --keep-files"
-        with members.explain_read_errors(file, hint=hint), files.open_regular(file) as stream:
+        with members.explain_read_errors(stored_path, hint=hint), files.open_regular(stored_path) as stream:
             size_bytes = os.fstat(stream.fileno()).st_size
             sha256 = files.sha256(stream, 0, size_bytes)
         # Without this check, the build would fail only after a long time, when it installs the package.
         if sha256 != package.sha256:
             raise CheckFailed(
                 f"its sha256 is {sha256}, and the lock has {package.sha256}",
-                where=str(file),
+                where=str(stored_path),
                 hint="remove it, and the build downloads it; or make it again: imgkit lock --keep-files",
             )
-        yield TarMember(name=f"{folder}/{package.file}", size_bytes=size_bytes, source=file)
+        yield TarMember(name=f"{folder}/{package.file}", size_bytes=size_bytes, source=stored_path)
 
 
 def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
@@ -536,20 +553,28 @@ def _list_requirements_files(recipe: Recipe) -> Iterator[TarMember]:
         program = importlib.resources.files(__package__).joinpath("inside_uv.py").read_bytes()
         yield members.memory_file(install.UV_JSON.context_path, uv_export.export_uv_lock(recipe))
         yield members.memory_file(install.UV_PROGRAM.context_path, program)
-    # A step has either a project or a requirements file, so it yields at most one member of this name.
     for index, step in enumerate(recipe.image.pip):
         member_name = install.requirements_file(index).context_path
+        # A step has either a project or a requirements file, or only names packages.
         if step.project is not None:
-            # The dependencies are installed in a step before the project. So an edit of the project does not
-            # install them again.
-            dependencies: tuple[str, ...] = ()
-            with members.explain_read_errors(step.project, recipe.where("image", "pip", index, "project")):
-                if step.installs_dependencies:
-                    dependencies = requirements.read_dependencies(step.project)
-            yield members.memory_file(member_name, "".join(f"{line}\n" for line in dependencies).encode())
-        if step.requirements is not None:
+            where = recipe.where("image", "pip", index, "project")
+            yield members.memory_file(member_name, _render_dependencies(step, step.project, where))
+        elif step.requirements is not None:
             where = recipe.where("image", "pip", index, "requirements")
             yield members.memory_file(member_name, _read_requirements(step.requirements, where))
+
+
+def _render_dependencies(step: PipStep, project: Path, where: str) -> bytes:
+    """Return a requirements file with the dependencies of `project`, which `step` installs.
+
+    They are installed in a step before the project, so that an edit of the project does not install them
+    again. If the recipe excludes dependencies, the file is empty. `where` is the line of the recipe.
+    """
+    if not step.installs_dependencies:
+        return b""
+    with members.explain_read_errors(project, where):
+        dependencies = requirements.read_dependencies(project)
+    return "".join(f"{line}\n" for line in dependencies).encode()
 
 
 def _read_requirements(file: Path, where: str) -> bytes:

@@ -16,8 +16,9 @@ import json
 import platform
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def main(folder: Path) -> int:
@@ -31,7 +32,12 @@ def main(folder: Path) -> int:
     constraint_file = folder / "constraint.txt"
     base = read_pins(constraint_file)
     try:
-        errors = [*environment_errors(exported), *torch_errors(exported["requirements"], base)]
+        errors = environment_errors(exported)
+        for package in find_shared_packages(exported["requirements"], base):
+            if package.has_same_release():
+                print(f"{package.name}: the base's {package.base} stays in place of {package.locked}")
+            else:
+                errors.append(release_error(package))
     except ImportError as error:
         errors = [f"this base has no pip that imgkit can use for uv.lock: {error}"]
     if errors:
@@ -111,18 +117,29 @@ def environment_errors(exported: dict[str, Any]) -> list[str]:
     return errors
 
 
-def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
-    """Return an error for each package of the base, such as torch, of which the lock has another release.
+class SharedPackage(NamedTuple):
+    """A package that both uv.lock and the base have, such as torch, with the two versions."""
 
-    Only the release is compared. For example, NVIDIA's own build 2.3.0a0+40ec155e58.nv24.03 counts as 2.3.0.
-    If the release is the same, print that the build of the base stays.
+    name: str
+    locked: str
+    base: str
+
+    def has_same_release(self) -> bool:
+        """Return whether both versions are of the same release.
+
+        For example, NVIDIA's own build 2.3.0a0+40ec155e58.nv24.03 counts as 2.3.0.
+        """
+        return bool(parse_release(self.locked) == parse_release(self.base))
+
+
+def find_shared_packages(lines: list[str], base: dict[str, str]) -> Iterator[SharedPackage]:
+    """Yield the packages of uv.lock that the base has, too, if they are for its Python and platform.
 
     Parameters
     ----------
     lines : the exported requirements.
     base : the versions of the base's packages, by name.
     """
-    errors = []
     for line in lines:
         base_version = base.get(requirement_name(line))
         if base_version is None:
@@ -132,17 +149,17 @@ def torch_errors(lines: list[str], base: dict[str, str]) -> list[str]:
         # The requirement is not for this Python or platform.
         if requirement.marker and not requirement.marker.evaluate():
             continue
-        name = requirement.name
-        base_release = parse_release(base_version)
+        # uv exports exactly one clause, "==VERSION". A package from a URL has no clause.
         for clause in requirement.specifier:
-            if parse_release(clause.version) == base_release:
-                print(f"{name}: the base's {base_version} stays in place of {clause.version}")
-            else:
-                errors.append(
-                    f"{name}: uv.lock has {clause.version}, but the base has {base_version}, which imgkit"
-                    f" never replaces\n  -> uv lock --upgrade-package '{name}=={base_release}'"
-                )
-    return errors
+            yield SharedPackage(requirement.name, clause.version, base_version)
+
+
+def release_error(package: SharedPackage) -> str:
+    """Return the error for a package of which uv.lock and the base have different releases."""
+    return (
+        f"{package.name}: uv.lock has {package.locked}, but the base has {package.base}, which imgkit"
+        f" never replaces\n  -> uv lock --upgrade-package '{package.name}=={parse_release(package.base)}'"
+    )
 
 
 def parse_release(version: str) -> Any:

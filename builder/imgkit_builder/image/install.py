@@ -6,11 +6,11 @@ import posixpath
 import re
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from urllib.parse import urlsplit
 
-from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, Step
+from imgkit_builder.image.instructions import INSIDE, NEXT, ContextFile, Step, imgkit_file
 from imgkit_builder.recipe import lock_file, requirements
 from imgkit_builder.recipe.model import (
     UV_STEP,
@@ -30,39 +30,49 @@ BASE_CONSTRAINT = f"{INSIDE}/base-constraint.txt"
 # system packages of an image. These settings are variables and not options: an old pip fails with an unknown
 # option but ignores an unknown variable. pip does not write byte code, because in a base without any, it
 # would add 11 MB to each layer.
-PIP = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
+PIP_VARIABLES = "PYTHONDONTWRITEBYTECODE=1 PIP_BREAK_SYSTEM_PACKAGES=1 PIP_ROOT_USER_ACTION=ignore"
 _PYTHON_PIP = "python3 -m pip"
+_NEXT_OPTION = f"{NEXT}    "
+"""Continues a command with an option on the next line, which is indented deeper than with `NEXT`."""
 # A lock lists all dependencies, so pip need not look for any. Source distributions are refused, because their
 # build would run code that no hash in the lock covers.
 _LOCKED_OPTIONS = "--require-hashes --no-deps --only-binary=:all:"
 
-UV_JSON = ContextFile(context_path="imgkit/uv.json", path=f"{INSIDE}/uv.json")
-UV_PROGRAM = ContextFile(context_path="imgkit/inside_uv.py", path=f"{INSIDE}/inside_uv.py")
-UV_LINKS = ContextFile(context_path="imgkit/uv.html", path=f"{INSIDE}/uv.html")
+UV_JSON = imgkit_file("uv.json")
+UV_PROGRAM = imgkit_file("inside_uv.py")
+UV_LINKS = imgkit_file("uv.html")
+LOCK_TOML = imgkit_file("lock.toml")
+LOCKED_APT = imgkit_file("locked-apt", is_folder=True)
+"""The folder with the files of the apt step in a build with a lock."""
+SCRIPT = "install-locked.sh"
+PACKAGES = "packages.txt"
 
 
 def pip_step_numbers(recipe: Recipe) -> list[int]:
-    """Return the indices of the recipe's pip steps. The step for a uv project comes first, as `UV_STEP`."""
-    indices = list(range(len(recipe.image.pip)))
+    """Return the numbers of the recipe's pip steps, in the order in which they run.
+
+    A number is the index of the step in the recipe. The step for a uv project has the number `UV_STEP`, and
+    comes first.
+    """
+    step_numbers = list(range(len(recipe.image.pip)))
     if recipe.image.uv:
-        indices.insert(0, UV_STEP)
-    return indices
+        step_numbers.insert(0, UV_STEP)
+    return step_numbers
 
 
-def step_name(number: int) -> str:
-    """Return the name of pip step `number` in file names: ``0``, ``1``, or ``uv`` for the uv project."""
-    return "uv" if number == UV_STEP else str(number)
+def step_name(step_number: int) -> str:
+    """Return the name of a pip step in file names: ``0``, ``1``, or ``uv`` for the uv project."""
+    return "uv" if step_number == UV_STEP else str(step_number)
 
 
-def project_folder(number: int) -> str:
-    """Return the folder in the build context for the project of pip step `number`."""
-    return f"project/{number}"
+def project_folder(step_number: int) -> str:
+    """Return the folder in the build context for the project of a pip step."""
+    return f"project/{step_number}"
 
 
-def requirements_file(number: int) -> ContextFile:
-    """Return the requirements file of pip step `number`, in the build context and in the image."""
-    name = f"requirements-{step_name(number)}.txt"
-    return ContextFile(context_path=f"imgkit/{name}", path=f"{INSIDE}/{name}")
+def requirements_file(step_number: int) -> ContextFile:
+    """Return the requirements file of a pip step, in the build context and in the image."""
+    return imgkit_file(f"requirements-{step_name(step_number)}.txt")
 
 
 def protection_step() -> Step:
@@ -84,7 +94,8 @@ def protection_step() -> Step:
 def constraint_step(recipe: Recipe) -> Step:
     """Return the step that copies the base's constraint file without the names in ``constraints.drop``.
 
-    NVIDIA's images have such a file. It keeps pip from changing the packages of the image.
+    NVIDIA's images have such a file. It keeps pip from changing the packages of the image. The recipe must
+    drop at least one name.
 
     Raises
     ------
@@ -99,90 +110,106 @@ def constraint_step(recipe: Recipe) -> Step:
                 where=where,
                 hint="letters, digits, '.', '_' and '-', without a version, for example: drop: [flash-attn]",
             )
-    # In the names of distributions, "-", "_" and "." mean the same.
-    names = "|".join(re.sub(r"[-_.]+", "[-_.]+", name) for name in constraints.drop)
+    # The commands of sed are I (ignore the case of letters) and d (delete the line).
+    delete_lines = f"/{_constraint_pattern(constraints.drop)}/Id"
     # If the base has no constraint file, write an empty one, because pip fails if the file is missing.
     lines = (
         'if [ -n "${PIP_CONSTRAINT:-}" ]; then',
-        f"    sed -E '/^({names})([^A-Za-z0-9._-]|$)/Id' \"$PIP_CONSTRAINT\" > {BASE_CONSTRAINT};",
+        f"    sed -E '{delete_lines}' \"$PIP_CONSTRAINT\" > {BASE_CONSTRAINT};",
         f"else : > {BASE_CONSTRAINT}; fi",
     )
     return Step(origin=where, command=NEXT.join(lines))
 
 
-def pip_step(recipe: Recipe, number: int, *, pip: str = _PYTHON_PIP) -> Step:
-    """Return the step that installs the packages of pip step `number` from an index.
+def _constraint_pattern(names: Iterable[str]) -> str:
+    """Return a pattern for the lines of a constraint file that are about the distributions `names`.
+
+    For example, ``^(flash[-_.]+attn|numpy)([^A-Za-z0-9._-]|$)``. It matches the line ``flash_attn==2.5``, but
+    not ``numpy-financial==1.0``.
+    """
+    # In the names of distributions, "-", "_" and "." mean the same.
+    alternatives = "|".join(re.sub(r"[-_.]+", "[-_.]+", name) for name in names)
+    # A name ends at a character that no name contains, or at the end of the line.
+    return f"^({alternatives})([^A-Za-z0-9._-]|$)"
+
+
+def pip_step(recipe: Recipe, step_number: int, *, pip: str = _PYTHON_PIP) -> Step:
+    """Return the step that installs the packages of a pip step from an index.
 
     For a project, this step installs only its dependencies. A later step, `project_step`, installs the
     project itself.
 
     Parameters
     ----------
-    number : the index of the pip step in the recipe, or `UV_STEP` for the uv project.
+    step_number : the index of the pip step in the recipe, or `UV_STEP` for the uv project.
     pip : the command that runs pip. The build that makes a lock runs another program instead.
     """
     # The uv project is installed by a step with default settings, which is not in the recipe's list.
-    if number == UV_STEP:
+    if step_number == UV_STEP:
         step = PipStep()
         where = recipe.where("image", "uv")
     else:
-        step = recipe.image.pip[number]
-        where = recipe.where("image", "pip", number)
-    command = _install_command(recipe, step, pip)
+        step = recipe.image.pip[step_number]
+        where = recipe.where("image", "pip", step_number)
+    command = _begin_pip_install(recipe, step, pip)
     # A lock has priority, because it also lists the wheels of the uv project.
     if recipe.lock:
-        command, files = _install_locked(recipe, number, command)
-    elif number == UV_STEP:
-        command, files = _install_uv(command)
+        command, files = _complete_locked_install(command, recipe, step_number)
+    elif step_number == UV_STEP:
+        command, files = _complete_uv_install(command)
     else:
-        command, files = _install_packages(step, number, command)
+        command, files = _complete_install(command, step, step_number)
     return Step(origin=where, command=command, mounts=secret_mounts(step.secrets), files=tuple(files))
 
 
-def _install_locked(recipe: Recipe, number: int, command: str) -> tuple[str, list[ContextFile]]:
-    """Complete `command` so that it installs the wheels of the lock for pip step `number`.
+def _complete_locked_install(command: str, recipe: Recipe, step_number: int) -> tuple[str, list[ContextFile]]:
+    """Complete `command`, the beginning of a ``pip install``, with the wheels of the lock for a pip step.
 
-    Return the command, and the files of the build context that it needs.
+    The result has the form ``COMMAND OPTIONS --requirement FILE || { echo ADVICE >&2; exit 1; } && rm -rf
+    FOLDER``. Return the command, and the files of the build context that it needs.
     """
-    file = requirements_file(number)
+    file = requirements_file(step_number)
     files = [file]
-    if number == UV_STEP:
+    if step_number == UV_STEP:
         files.append(UV_LINKS)
-    command += f"{NEXT}    {locked_pip_options(recipe, number)}{NEXT}    --requirement {file.path}"
-    command += f"{NEXT}|| {{ echo {shlex.quote(_missing_wheel_advice(recipe))} >&2; exit 1; }}"
-    # The folder of wheels that are stored on this machine. It is copied into the image, and removed again
-    # after the installation.
-    wheels = kept_wheels(recipe, number)
-    if wheels is not None:
-        files.append(wheels)
-        command += f"{NEXT}&& rm -rf {wheels.path}"
+    advice = shlex.quote(_missing_wheel_advice(recipe))
+    command += f"{_NEXT_OPTION}{locked_pip_options(recipe, step_number)}"
+    command += f"{_NEXT_OPTION}--requirement {file.path}"
+    command += f"{NEXT}|| {{ echo {advice} >&2; exit 1; }}"
+    # The wheels that are stored on this machine are copied into the image, and removed again after the
+    # installation. The shell reads "a || b && c" as "(a || b) && c", so this follows a success of pip.
+    wheels_folder = stored_wheels_folder(recipe, step_number)
+    if wheels_folder is not None:
+        files.append(wheels_folder)
+        command += f"{NEXT}&& rm -rf {wheels_folder.path}"
     return command, files
 
 
-def _install_uv(command: str) -> tuple[str, list[ContextFile]]:
-    """Complete `command` so that it installs the packages of uv.lock.
+def _complete_uv_install(command: str) -> tuple[str, list[ContextFile]]:
+    """Complete `command`, the beginning of a ``pip install``, with the packages of uv.lock.
 
     Return the command, and the files of the build context that it needs.
     """
-    command += f"{NEXT}    {_LOCKED_OPTIONS}{NEXT}    --requirement {requirements_file(UV_STEP).path}"
+    command += f"{_NEXT_OPTION}{_LOCKED_OPTIONS}"
+    command += f"{_NEXT_OPTION}--requirement {requirements_file(UV_STEP).path}"
     # This program selects the packages of uv.lock that fit the base, and writes the requirements file and the
     # constraints that pip then reads. So it runs first.
     return f"python3 -I -B {UV_PROGRAM.path} {INSIDE}{NEXT}&& {command}", [UV_JSON, UV_PROGRAM]
 
 
-def _install_packages(step: PipStep, number: int, command: str) -> tuple[str, list[ContextFile]]:
-    """Complete `command` with the packages and requirements of `step`.
+def _complete_install(command: str, step: PipStep, step_number: int) -> tuple[str, list[ContextFile]]:
+    """Complete `command`, the beginning of a ``pip install``, with the packages that `step` names.
 
     Return the command, and the files of the build context that it needs.
     """
     files = []
     # For a project, imgkit writes its dependencies to this file, too.
     if step.requirements is not None or step.project is not None:
-        file = requirements_file(number)
+        file = requirements_file(step_number)
         files.append(file)
-        command += f"{NEXT}    --requirement {file.path}"
+        command += f"{_NEXT_OPTION}--requirement {file.path}"
     for package in step.packages:
-        command += f"{NEXT}    {shlex.quote(package)}"
+        command += f"{_NEXT_OPTION}{shlex.quote(package)}"
     return command, files
 
 
@@ -195,30 +222,30 @@ def _missing_wheel_advice(recipe: Recipe) -> str:
     )
 
 
-def project_step(recipe: Recipe, number: int, step: PipStep) -> Step:
-    """Return the step that installs the user's own project of pip step `number`.
+def project_step(recipe: Recipe, step_number: int, step: PipStep) -> Step:
+    """Return the step that installs the user's own project of a pip step.
 
     An editable project is copied to its folder in the image, such as ``/workspace``, and stays there. Any
     other project is installed from imgkit's folder, and its files are then removed.
     """
-    context_path = project_folder(number)
-    origin = recipe.where("image", "pip", number)
-    command = f"{_install_command(recipe, step)}{NEXT}    "
-    if recipe.lock:
-        command += "--no-deps "  # the steps before have installed the locked dependencies
+    context_path = project_folder(step_number)
+    origin = recipe.where("image", "pip", step_number)
     if step.editable:
         path = posixpath.normpath(step.editable)
-        command += f"--editable {shlex.quote(path)}"
-        docker_command = command
+        arguments = f"--editable {shlex.quote(path)}"
+        cleanup = ""
     else:
         path = f"{INSIDE}/{context_path}"
-        command += path
-        # A definition file removes the folder only once, after the last project.
-        docker_command = f"{command}{NEXT}&& rm -rf {INSIDE}/project"
+        arguments = path
+        cleanup = f"{NEXT}&& rm -rf {INSIDE}/project"
+    if recipe.lock:
+        arguments = f"--no-deps {arguments}"  # the steps before have installed the locked dependencies
+    command = f"{_begin_pip_install(recipe, step)}{_NEXT_OPTION}{arguments}"
     return Step(
         origin=origin,
+        # For a definition file. It removes the files of all projects at once, in a step of its own.
         command=command,
-        docker=docker_command,
+        docker=f"{command}{cleanup}",
         mounts=secret_mounts(step.secrets),
         files=(ContextFile(context_path=context_path, path=path, is_folder=True, origin=origin),),
     )
@@ -228,18 +255,25 @@ _PIP_CONSTRAINTS = {"keep": "", "ignore": " PIP_CONSTRAINT=''", "drop": f" PIP_C
 """Policy of ``image.constraints`` -> the variable that replaces the base's own constraint file."""
 
 
-def _install_command(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> str:
-    """Return the command ``pip install`` with its options and variables, but without the packages."""
+def _begin_pip_install(recipe: Recipe, step: PipStep, pip: str = _PYTHON_PIP) -> str:
+    """Return the beginning of the command ``pip install``, to which the caller adds the packages.
+
+    For example, ``PIP_ROOT_USER_ACTION=ignore MAX_JOBS=8 python3 -m pip install --no-cache-dir --constraint
+    FILE``. If the step uses secrets, the script for them comes first.
+    """
     # imgkit's constraint is an option and not the variable PIP_CONSTRAINT. The variable would also apply in
     # the isolated environments in which pip builds packages, which must be free to choose their torch. The
     # option is used in addition to the base's variable.
-    variables = PIP + _PIP_CONSTRAINTS[recipe.image.constraints.policy]
+    lines = [f"{PIP_VARIABLES}{_PIP_CONSTRAINTS[recipe.image.constraints.policy]}"]
     for name, value in step.env.items():
-        variables += f"{NEXT}{name}={shell_value(name, value)}"
-    command = secret_prefix(recipe, step.secrets, "env ") + variables
-    command += f"{NEXT}{pip} install --no-cache-dir --constraint {CONSTRAINT}"
+        lines.append(f"{name}={shell_value(name, value)}")
+    lines.append(f"{pip} install --no-cache-dir --constraint {CONSTRAINT}")
     if step.options:
-        command += f"{NEXT}    {shlex.join(step.options)}"
+        lines.append(f"    {shlex.join(step.options)}")
+    command = NEXT.join(lines)
+    if step.secrets:
+        # The script runs a program, and only a shell reads "NAME=VALUE" before one. So `env` sets them.
+        command = run_with_secrets(recipe, step.secrets, f"env {command}")
     return command
 
 
@@ -259,18 +293,26 @@ def apt_step(recipe: Recipe, origin: str) -> Step:
     the line of the recipe, for the comment above the step.
     """
     if recipe.lock:
-        path = f"{INSIDE}/{LOCKED_APT}"
-        script = shlex.join(("sh", f"{path}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
-        command = _join_commands(script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {path}")
-        folder = ContextFile(context_path=f"imgkit/{LOCKED_APT}", path=path, is_folder=True)
-        return Step(origin=origin, command=command, files=(folder,))
+        return _make_locked_apt_step(recipe, origin)
     install_command = "DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends"
     for package in recipe.image.apt:
-        install_command += f"{NEXT}    {shlex.quote(package)}"
+        install_command += f"{_NEXT_OPTION}{shlex.quote(package)}"
     command = _join_commands(
         "apt-get update", install_command, "apt-get clean", "rm -rf /var/lib/apt/lists/*"
     )
     return Step(origin=origin, command=command)
+
+
+def _make_locked_apt_step(recipe: Recipe, origin: str) -> Step:
+    """Return the step that installs exactly the Debian packages of the recipe's lock.
+
+    It runs the script `SCRIPT`, which is copied into the image together with the list of packages. The
+    arguments of the script are names of the recipe and the lock for its messages.
+    """
+    folder = LOCKED_APT.path
+    run_script = shlex.join(("sh", f"{folder}/{SCRIPT}", recipe.reference, _lock_name(recipe)))
+    command = _join_commands(run_script, "apt-get clean", f"rm -rf /var/lib/apt/lists/* {folder}")
+    return Step(origin=origin, command=command, files=(LOCKED_APT,))
 
 
 def _join_commands(*commands: str) -> str:
@@ -278,17 +320,8 @@ def _join_commands(*commands: str) -> str:
     return f"{NEXT}&& ".join(commands)
 
 
-LOCKED_APT = "locked-apt"
-"""The folder with the files of the apt step, in the build context and below `INSIDE` in the image."""
-SCRIPT = "install-locked.sh"
-PACKAGES = "packages.txt"
-LOCK_TOML = "imgkit/lock.toml"
-"""The path of the lock in the build context. In the image, the lock is in `INSIDE`."""
-
-
 # URLs of the snapshot services of Debian and Ubuntu, which provide the archive as it was at any time. They
-# still have packages that the archive has dropped since the lock was made. A package that was only hours old
-# at that time may be missing until the snapshot of the next day, hence the second delay.
+# still have packages that the archive has dropped since the lock was made.
 _SNAPSHOTS = {
     "debian": "https://snapshot.debian.org/archive/debian",
     "debian-security": "https://snapshot.debian.org/archive/debian-security",
@@ -298,7 +331,7 @@ _SNAPSHOTS = {
 _SNAPSHOT_DELAYS_S = (0, 24 * 3600)
 
 
-def render_packages(recipe: Recipe) -> str:
+def render_apt_list(recipe: Recipe) -> str:
     """Return the list of Debian packages in the lock, in the form that the script `SCRIPT` reads.
 
     Each line contains digest, file name, ``manual`` or ``auto``, package and URLs. A ``manual`` package is
@@ -328,45 +361,55 @@ def snapshot_urls(deb: LockedDeb, epoch: int) -> tuple[str, ...]:
         return ()
     archive, path = match.groups()
     urls = []
+    # A package that was only hours old at this time may be missing in its snapshot. So the last of these URLs
+    # is that of the next day.
     for delay_s in _SNAPSHOT_DELAYS_S:
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(epoch + delay_s))
         urls.append(f"{_SNAPSHOTS[archive]}/{stamp}/{path}")
     return tuple(urls)
 
 
-def locked_wheels(recipe: Recipe, number: int) -> tuple[LockedWheel, ...]:
-    """Return the wheels in the lock that belong to pip step `number`."""
+def locked_wheels(recipe: Recipe, step_number: int) -> tuple[LockedWheel, ...]:
+    """Return the wheels in the lock that belong to a pip step."""
     if recipe.lock is None:
         return ()
-    return tuple(wheel for wheel in recipe.lock.pip if wheel.step == number)
+    return tuple(wheel for wheel in recipe.lock.pip if wheel.step == step_number)
 
 
-def kept_wheels(recipe: Recipe, number: int) -> ContextFile | None:
-    """Return the folder with the wheels of pip step `number` that are stored on this machine.
+def _is_stored(recipe: Recipe, wheel: LockedWheel) -> bool:
+    """Return whether ``imgkit lock --keep-files`` has stored `wheel` on this machine."""
+    return wheel.file in recipe.kept
+
+
+def stored_wheels_folder(recipe: Recipe, step_number: int) -> ContextFile | None:
+    """Return the folder with the wheels of a pip step that are stored on this machine.
 
     ``imgkit lock --keep-files`` stores them. Return None if none of the wheels is stored.
     """
-    if not any(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
+    if not any(_is_stored(recipe, wheel) for wheel in locked_wheels(recipe, step_number)):
         return None
-    name = f"locked-pip-{step_name(number)}"
-    return ContextFile(context_path=f"imgkit/{name}", path=f"{INSIDE}/{name}", is_folder=True)
+    return imgkit_file(f"locked-pip-{step_name(step_number)}", is_folder=True)
 
 
-def locked_pip_options(recipe: Recipe, number: int) -> str:
-    """Return the pip options for step `number` in a build with a lock.
+def locked_pip_options(recipe: Recipe, step_number: int) -> str:
+    """Return the pip options for a step in a build with a lock, as shell text with line breaks.
 
     If all wheels of the step are stored on this machine, pip installs these files and does not use an index.
     """
-    options = _LOCKED_OPTIONS
-    if number == UV_STEP:
-        # The lock contains the URLs of the wheels. The base may not know the project's own package indexes.
-        options += f" --no-index{NEXT}    --find-links {UV_LINKS.path}"
-    elif all(wheel.file in recipe.kept for wheel in locked_wheels(recipe, number)):
-        options += " --no-index"
-    # The folder of the stored wheels, if there are any.
-    folder = kept_wheels(recipe, number)
+    needs_index = not all(_is_stored(recipe, wheel) for wheel in locked_wheels(recipe, step_number))
+    links = []
+    if step_number == UV_STEP:
+        # The base may not know the project's own package indexes, so pip gets a page with the URLs.
+        needs_index = False
+        links.append(UV_LINKS)
+    folder = stored_wheels_folder(recipe, step_number)
     if folder is not None:
-        options += f"{NEXT}    --find-links {folder.path}"
+        links.append(folder)
+    options = _LOCKED_OPTIONS
+    if not needs_index:
+        options += " --no-index"
+    for link in links:
+        options += f"{_NEXT_OPTION}--find-links {link.path}"
     return options
 
 
@@ -375,22 +418,23 @@ def _lock_name(recipe: Recipe) -> str:
     return f"{recipe.name}{lock_file.SUFFIX}"
 
 
-def render_requirements(recipe: Recipe, number: int) -> str:
-    """Return the requirements file of pip step `number` for a build with a lock.
+def render_requirements(recipe: Recipe, step_number: int) -> str:
+    """Return the requirements file of a pip step for a build with a lock.
 
     It contains the options of the recipe's own requirements file, such as the index, and a line with a hash
-    for each wheel. `number` is the index of the step in the recipe, or `UV_STEP` for the uv project.
+    for each wheel. `step_number` is the index of the step in the recipe, or `UV_STEP` for the uv project.
     """
     lines = []
-    if number != UV_STEP:
-        file = recipe.image.pip[number].requirements
+    if step_number != UV_STEP:
+        file = recipe.image.pip[step_number].requirements
         if file is not None:
             lines += [line for line in requirements.read_requirements(file) if line.startswith("-")]
-    for wheel in locked_wheels(recipe, number):
-        # If the recipe names a wheel by its URL (`direct`), no index may have the wheel, so pip needs the URL
-        # again. A file that is stored here needs no URL. The URLs of uv's wheels are in the page `UV_LINKS`.
+    for wheel in locked_wheels(recipe, step_number):
         requirement = f"{wheel.name}=={wheel.version}"
-        if wheel.direct and wheel.file not in recipe.kept and number != UV_STEP:
+        # pip finds a stored wheel in a folder, and those of a uv project through the page `UV_LINKS`.
+        is_linked = step_number == UV_STEP or _is_stored(recipe, wheel)
+        # If the recipe itself names the URL of a wheel (`direct`), perhaps no index has the wheel.
+        if wheel.direct and not is_linked:
             requirement = f"{wheel.name} @ {wheel.url}"
         lines.append(f"{requirement} --hash=sha256:{wheel.sha256}")
     return "".join(f"{line}\n" for line in lines)
@@ -405,7 +449,7 @@ def render_uv_links(recipe: Recipe) -> str:
     # The URLs are not written to the requirements file as "name @ URL", because pip would record them in the
     # image.
     for wheel in locked_wheels(recipe, UV_STEP):
-        if wheel.file not in recipe.kept:
+        if not _is_stored(recipe, wheel):
             lines.append(f'<a href="{escape(wheel.url)}#sha256={wheel.sha256}">{escape(wheel.file)}</a>')
     return "".join(f"{line}\n" for line in lines)
 
@@ -422,19 +466,17 @@ def secret_mounts(names: Sequence[str]) -> str:
     if not names:
         return ""
     options = [f"--mount=type=secret,id={name}" for name in names]
+    # The script that passes the secrets to the command of the step, as `run_with_secrets` calls it.
     options.append(f"--mount=type=bind,source={WITH_SECRETS},target=/run/{WITH_SECRETS}")
     return "".join(f"{option}{NEXT}" for option in options)
 
 
-def secret_prefix(recipe: Recipe, names: Sequence[str], command: str) -> str:
-    """Return the text to put before a command that uses the secrets `names`. Without secrets, return "".
+def run_with_secrets(recipe: Recipe, names: Sequence[str], command: str) -> str:
+    """Return a shell command that runs the program `command` with the secrets `names`.
 
-    The text calls the script `WITH_SECRETS`. The script passes the values to the command, and ends the build
-    if the command has written a value to a file. `command` is put after the script, for example ``env `` if
-    variables follow.
+    It has the form ``sh /run/imgkit/with-secrets token=HF_TOKEN netrc -- COMMAND``. This script passes the
+    values to the program, and ends the build if the program has written a value to a file.
     """
-    if not names:
-        return ""
     return f"{' '.join(secret_argv(recipe, names))}{NEXT}{command}"
 
 

@@ -36,6 +36,14 @@ class ContextFile:
     """The line of the recipe. Set only for the user's own code."""
 
 
+def imgkit_file(name: str, *, is_folder: bool = False) -> ContextFile:
+    """Return a file or folder of imgkit itself, which is in `INSIDE` in the image.
+
+    ``uv.json`` -> ``imgkit/uv.json`` in the build context, and ``/opt/imgkit/uv.json`` in the image.
+    """
+    return ContextFile(context_path=f"imgkit/{name}", path=f"{INSIDE}/{name}", is_folder=is_folder)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step of the build: one RUN in a Dockerfile, or one step in ``%post`` of a definition file."""

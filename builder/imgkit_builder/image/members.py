@@ -68,10 +68,7 @@ class PackedCode:
     @property
     def size_bytes(self) -> int:
         """The size of all files together."""
-        size_bytes = 0
-        for members in self.members.values():
-            size_bytes += sum(member.size_bytes for member in members)
-        return size_bytes
+        return sum(member.size_bytes for members in self.members.values() for member in members)
 
 
 def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
@@ -109,16 +106,18 @@ def collect_code(codes: Iterable[Code], hidden: Collection[Path]) -> PackedCode:
 
 
 def _list_members(code: Code, entries: Iterable[sources.SourceEntry]) -> Iterator[TarMember]:
-    """Yield the members for `entries`, the files and folders in the folder `code`."""
+    """Yield the members for `entries`, the files and folders in the folder `code.source`."""
     root = code.source.resolve()
-    for item in entries:
-        path = Path(item.entry.path)
-        name = f"{code.context_folder}/{item.name}"
+    for source_entry in entries:
+        dir_entry = source_entry.entry  # of `os.scandir`
+        path = Path(dir_entry.path)
+        # The name of a source entry is its path below the source: "data/a.txt".
+        name = f"{code.context_folder}/{source_entry.name}"
         # A link to a folder is packed as a link, not as the folder.
-        if item.entry.is_dir(follow_symlinks=False):
+        if dir_entry.is_dir(follow_symlinks=False):
             yield empty_folder(name)
-        elif item.entry.is_symlink():
-            yield _link(path, name, root)
+        elif dir_entry.is_symlink():
+            yield _make_link_member(path, name, root)
         else:
             yield _make_file_member(path, name, path.lstat(), code.where)
 
@@ -142,7 +141,7 @@ def _make_file_member(path: Path, name: str, status: os.stat_result, where: str)
     return TarMember(name=name, mode=mode, size_bytes=status.st_size, source=path)
 
 
-def _link(path: Path, name: str, root: Path) -> TarMember:
+def _make_link_member(path: Path, name: str, root: Path) -> TarMember:
     """Return the member `name` for the symbolic link `path`.
 
     Raises

@@ -35,6 +35,7 @@ from imgkit_builder.image.instructions import (
     Layers,
     Step,
     Text,
+    imgkit_file,
 )
 from imgkit_builder.oci.manifest import LOCK_LABEL
 from imgkit_builder.recipe.model import Recipe, RunCommand
@@ -166,20 +167,22 @@ def find_origin(text: str, line: int) -> str:
 def _fill_template(name: str, layers: Layers, **values: object) -> str:
     """Render the template `name`, such as ``dockerfile.j2``.
 
-    The template can use the fields of `layers`, and `values`.
+    The template can use the fields of `layers`, and `values`, which have other names. It can also use
+    ``trust``, the variables with which programs find the certificates of the image.
     """
     jinja = template_environment("templates")
     jinja.filters.update(
         docker_quote=docker_quote,
         docker_value=_docker_value,
-        sh_value=lambda value, key: install.shell_value(key, value),
+        # A filter gets the value on its left side first: {{ value | sh_value(name) }}.
+        sh_value=lambda value, name: install.shell_value(name, value),
         docker_key=_docker_key,
         copy_arguments=_render_copy_arguments,
         copy_file=_render_copy,
     )
     # Not `dataclasses.asdict`, which would also convert the objects in the fields, such as steps.
     fields = {field.name: getattr(layers, field.name) for field in dataclasses.fields(layers)}
-    return jinja.get_template(name).render({**values, **fields}, trust=TRUST)
+    return jinja.get_template(name).render(fields, **values, trust=TRUST)
 
 
 def template_environment(shipped: str, folder: Path | None = None) -> Environment:
@@ -389,7 +392,7 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
         ca = _make_certificates_step(recipe)
     origins: tuple[ContextFile, ...] = ()
     if recipe.lock:
-        origins = (ContextFile(context_path=install.LOCK_TOML, path=f"{INSIDE}/lock.toml"),)
+        origins = (install.LOCK_TOML,)
     return Layers(
         image=image,
         name=recipe.name,
@@ -397,7 +400,7 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
         reference=shlex.quote(recipe.reference),
         platform=platform or image.platforms[0],
         uses_secrets=bool(image.used_secrets),
-        base=_base(recipe, base),
+        base=_choose_base(recipe, base),
         base_user=base_user,
         args=args,
         ca=ca,
@@ -447,12 +450,12 @@ def _list_pip_steps(recipe: Recipe) -> tuple[Step, ...]:
     If the recipe has a lock, steps without a wheel in the lock are left out, because they would install
     nothing.
     """
-    step_indices = install.pip_step_numbers(recipe)
-    if recipe.lock:
-        step_indices = [
-            step_index for step_index in step_indices if install.locked_wheels(recipe, step_index)
-        ]
-    return tuple(install.pip_step(recipe, step_index) for step_index in step_indices)
+    steps = []
+    for step_number in install.pip_step_numbers(recipe):
+        if recipe.lock and not install.locked_wheels(recipe, step_number):
+            continue
+        steps.append(install.pip_step(recipe, step_number))
+    return tuple(steps)
 
 
 def _list_project_steps(recipe: Recipe) -> tuple[Step, ...]:
@@ -482,15 +485,19 @@ def _list_protection_steps(recipe: Recipe) -> tuple[Step, ...]:
 
 def _make_wheel_step() -> Step:
     """Return the step that installs imgkit's entry points."""
-    name = wheel.wheel_name()
-    path = f"{INSIDE}/{name}"
+    wheel_file = imgkit_file(wheel.wheel_name())
+    # This step needs no constraints. With the base's PIP_CONSTRAINT, pip would fail if the file it names is
+    # missing. pip compiles nothing, because `COMPILE` does it such that each build gives the same bytes.
+    command = (
+        f"{install.PIP_VARIABLES} PIP_CONSTRAINT=''"
+        f"{NEXT}python3 -m pip install --no-cache-dir --no-compile --no-index --no-deps --force-reinstall"
+        f"{NEXT}    {wheel_file.path}"
+        f"{NEXT}&& {COMPILE}"
+    )
     return _make_imgkit_step(
-        "no index, no dependencies; forced, because a changed wheel can have the same version",
-        # This step needs no constraints. With the base's PIP_CONSTRAINT, pip would fail if the file it names
-        # is missing.
-        f"{install.PIP} PIP_CONSTRAINT=''{NEXT}python3 -m pip install --no-cache-dir --no-compile --no-index"
-        f" --no-deps --force-reinstall{NEXT}    {path}{NEXT}&& {COMPILE}",
-        files=(ContextFile(context_path=f"imgkit/{name}", path=path),),
+        purpose="no index, no dependencies; forced, because a changed wheel can have the same version",
+        command=command,
+        files=(wheel_file,),
     )
 
 
@@ -540,19 +547,22 @@ def _list_texts(value: object, path: KeyPath) -> Iterator[tuple[KeyPath, str]]:
             yield from _list_texts(item, (*path, index))
 
 
-def _base(recipe: Recipe, override: str | None) -> Text:
+def _choose_base(recipe: Recipe, override: str | None) -> Text:
     """Return the base image, with the line of the recipe or the option that selects it.
 
-    If the recipe has a lock, the base is the exact image of the lock, unless `override` names another one.
+    By default, it is the exact image in the recipe's lock, or the base of the recipe if it has no lock.
+    `override` is the value of ``--base``, or None.
     """
+    default = recipe.image.base
+    if recipe.lock:
+        # The lock identifies the base by its digest, so that a moved tag does not change the image.
+        default = recipe.lock.base.exact
+    name = default if override is None else override
     # The origin appears in the comment above FROM, and in errors about it.
     where = recipe.where("image", "base")
-    # The lock identifies the base exactly, so that a moved tag does not change the image.
-    if recipe.lock and override in (None, recipe.lock.base.exact):
-        return Text(origin=where, text=recipe.lock.base.exact)
-    if override is None or override == recipe.image.base:
-        return Text(origin=where, text=recipe.image.base)
-    return Text(origin=f"--base (instead of {recipe.image.base}, {where})", text=override)
+    if name in (default, recipe.image.base):
+        return Text(origin=where, text=name)
+    return Text(origin=f"--base (instead of {recipe.image.base}, {where})", text=name)
 
 
 def _make_certificates_step(recipe: Recipe) -> Step:
@@ -566,11 +576,13 @@ def _make_certificates_step(recipe: Recipe) -> Step:
         context_path = certificate_file(index)
         path = f"{CERTIFICATES}/imgkit-{posixpath.basename(context_path)}"
         files.append(ContextFile(context_path=context_path, path=path))
-    # If the base sets PIP_CERT to its own file, the certificates in that file are added. imgkit also sets
-    # PIP_CERT, so they would be lost otherwise.
     lines = (
+        # If the base sets PIP_CERT to its own file, the certificates in that file are added. imgkit also sets
+        # PIP_CERT, so they would be lost otherwise.
         f'if [ -f "${{PIP_CERT:-}}" ] && [ "$PIP_CERT" != {BUNDLE} ]; then',
         f'    cp -- "$PIP_CERT" {CERTIFICATES}/imgkit-base.crt; fi;',
+        # This program of Debian writes all certificates of the image to `BUNDLE`, one file. An image without
+        # it may already have that file, so the certificates are appended.
         "if command -v update-ca-certificates > /dev/null; then update-ca-certificates;",
         f"else mkdir -p {posixpath.dirname(BUNDLE)} && cat {CERTIFICATES}/*.crt >> {BUNDLE}; fi",
     )
@@ -588,33 +600,44 @@ def _make_run_step(recipe: Recipe, number: int, command: RunCommand) -> Step:
 
     `number` is the index of the command in the recipe.
     """
-    user_command = command.command.strip()
-    has_lines = "\n" in user_command
-    if has_lines:
-        # With -e, the first line that fails ends the step. Without it, the shell would continue with the next
-        # line.
-        argv: tuple[str, ...] = ("/bin/sh", "-ec", user_command)
-        shell_command = f"sh -ec {_quote_on_one_line(user_command)}"
-    else:
-        argv = ("/bin/sh", "-c", user_command)
-        shell_command = f"sh -c {shlex.quote(user_command)}"
-    docker_command = user_command
-    needs_exec_form = has_lines or _is_docker_syntax(user_command)
-    if command.secrets:
-        argv = (*install.secret_argv(recipe, command.secrets), *argv)
-        shell_command = install.secret_prefix(recipe, command.secrets, "") + shell_command
-        docker_command = shell_command
-        # The text no longer begins the command, so Docker cannot take it for its own syntax.
-        needs_exec_form = has_lines
-    if needs_exec_form:
-        # The exec form of RUN, a JSON list, keeps the text unchanged, including its line breaks.
-        docker_command = json.dumps(argv, ensure_ascii=False)
     return Step(
         origin=recipe.where("image", "run", number),
-        command=shell_command,
-        docker=docker_command,
+        command=_render_run_for_shell(recipe, command),
+        docker=_render_run_for_docker(recipe, command),
         mounts=install.secret_mounts(command.secrets),
     )
+
+
+def _render_run_for_shell(recipe: Recipe, command: RunCommand) -> str:
+    """Return a user's command as shell text on one line, for a definition file."""
+    text = command.command.strip()
+    shell_command = f"sh -c {shlex.quote(text)}"
+    if "\n" in text:
+        # With -e, the first line that fails ends the step. Without it, the shell would continue with the next
+        # line.
+        shell_command = f"sh -ec {_quote_on_one_line(text)}"
+    if command.secrets:
+        return install.run_with_secrets(recipe, command.secrets, shell_command)
+    return shell_command
+
+
+def _render_run_for_docker(recipe: Recipe, command: RunCommand) -> str:
+    """Return the argument of RUN in a Dockerfile for a user's command.
+
+    It is the command itself, if Docker reads it unchanged. Otherwise it is a JSON list, the exec form of RUN.
+    """
+    text = command.command.strip()
+    is_one_line = "\n" not in text
+    if is_one_line and command.secrets:
+        # A script of imgkit begins the line, so Docker cannot take the command for its own syntax.
+        return _render_run_for_shell(recipe, command)
+    if is_one_line and not _is_docker_syntax(text):
+        return text
+    shell_options = "-c" if is_one_line else "-ec"  # -e: the first line that fails ends the step
+    argv: tuple[str, ...] = ("/bin/sh", shell_options, text)
+    if command.secrets:
+        argv = (*install.secret_argv(recipe, command.secrets), *argv)
+    return json.dumps(argv, ensure_ascii=False)
 
 
 def _is_docker_syntax(text: str) -> bool:

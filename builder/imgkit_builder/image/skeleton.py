@@ -84,11 +84,9 @@ def unfit_reason(project: Path) -> str:
     the installation.
     """
     pyproject = _read_toml(project)
-    build_system = _table(pyproject, "build-system")
-    # pip uses setuptools for a project that names no backend (PEP 517).
-    backend = build_system.get("build-backend", _SETUPTOOLS)
+    backend = _get_backend(pyproject)
     # The key "backend-path" means that the backend is part of the project, so it may do anything.
-    if backend not in _BACKENDS or "backend-path" in build_system:
+    if backend not in _BACKENDS or "backend-path" in _table(pyproject, "build-system"):
         return f"its build backend is {backend}"
     for key in _BUILD_PROGRAMS:
         *parents, name = key.split(".")
@@ -112,37 +110,51 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
     """
     members_by_name = {posixpath.relpath(member.name, code.context_folder): member for member in members}
     project = _Project.read(code.source, members_by_name)
-    skeleton = {}
+    unchanged_names = set()
+    stub_names = set()
     for name, member in members_by_name.items():
         if member.kind == tarfile.DIRTYPE:
             is_needed = project.needs_folder(name)
         else:
             is_needed = project.needs_content(name)
-        # Keep the file or folder unchanged, replace a module by the stub, or leave the file out.
         if is_needed:
-            skeleton[name] = member
+            unchanged_names.add(name)
         elif project.is_module(name):
-            skeleton[name] = memory_file(member.name, _STUB)
-    # Add the folders that contain these files.
-    for name in _collect_parents(skeleton) & members_by_name.keys():
-        skeleton.setdefault(name, members_by_name[name])
-    # Keep the order of `members`, because the parents were added last.
-    return tuple(skeleton[name] for name in members_by_name if name in skeleton)
+            stub_names.add(name)
+    # The folders that contain these files are needed, too.
+    unchanged_names |= _collect_parents(unchanged_names | stub_names)
+    skeleton = []
+    # In the order of `members`. Files that are in neither of the two sets are left out.
+    for name, member in members_by_name.items():
+        if name in unchanged_names:
+            skeleton.append(member)
+        elif name in stub_names:
+            skeleton.append(memory_file(member.name, _STUB))
+    return tuple(skeleton)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Project:
     """The names in a project's folder that its build backend may look for."""
 
-    references: frozenset[str]
-    """Paths, packages and patterns that occur in pyproject.toml, setup.cfg and setup.py."""
+    configuration_texts: frozenset[str]
+    """The texts for the backend in pyproject.toml, setup.cfg and setup.py.
+
+    Any may be a path, a package or a pattern. So a file or folder of this name is needed.
+    """
     license_patterns: tuple[str, ...]
     version_modules: tuple[str, ...]
-    """The modules from which the version is read, as paths without a suffix: ``letters/version``."""
+    """The modules from which the version is read, as paths without a suffix: ``letters/version``.
+
+    Their content is needed, and no stub can replace it.
+    """
     modules: frozenset[str]
-    """The names of modules that may be the whole project, such as ``letters`` for ``letters.py``."""
+    """The names of modules that may be the whole project, such as ``letters`` for ``letters.py``.
+
+    The backend looks for these files, but does not read them, so a stub is enough.
+    """
     python_folders: frozenset[str]
-    """Folders that contain Python files, also in subfolders."""
+    """Folders that contain Python files, also in subfolders. Only in them can there be packages."""
     packages: frozenset[str]
     """Folders with an ``__init__.py``."""
 
@@ -154,38 +166,43 @@ class _Project:
         """
         pyproject = _read_toml(folder)
         setup_cfg = _read_text(folder / "setup.cfg")
-        references = _list_references(pyproject, setup_cfg, _read_text(folder / "setup.py"))
+        configuration_texts = _list_configuration_texts(pyproject, setup_cfg, _read_text(folder / "setup.py"))
         module_name = canonical_name(str(_get_metadata(pyproject).get("name", ""))).replace("-", "_")
         python_files = [name for name in names if name.endswith(".py")]
-        python_folders = _collect_parents(python_files)
+        has_python_folder = any("/" in name for name in python_files)
         # The module of the project has the name of the project, or a name in its configuration.
-        modules = {module_name, *references}
-        backend = _table(pyproject, "build-system").get("build-backend", _SETUPTOOLS)
-        if backend in _SETUPTOOLS_BACKENDS and not python_folders - {"."}:
-            # setuptools looks for modules beside pyproject.toml only if the project has no package.
+        modules = {module_name, *configuration_texts}
+        if _get_backend(pyproject) in _SETUPTOOLS_BACKENDS and not has_python_folder:
+            # setuptools looks for modules beside pyproject.toml only if the project has no package. Then a
+            # module may have any name.
             modules.update(name.removesuffix(".py") for name in python_files)
         return cls(
-            references=references,
+            configuration_texts=configuration_texts,
             license_patterns=tuple(_list_license_patterns(pyproject)),
-            version_modules=tuple(_list_version_modules(pyproject, setup_cfg, module_name)),
+            version_modules=(
+                *_list_setuptools_version_modules(pyproject, setup_cfg),
+                *_list_flit_version_modules(pyproject, module_name),
+            ),
             # setup.py and conftest.py belong to tools. They are no modules of the project.
             modules=frozenset(modules - {"setup", "conftest"}),
-            python_folders=python_folders,
+            python_folders=_collect_parents(python_files),
             packages=frozenset(posixpath.dirname(name) for name in python_files if _is_init(name)),
         )
 
     def needs_content(self, name: str) -> bool:
         """Return whether the build backend reads the content of the file `name`."""
-        if name in _ROOT_FILES or name in self.references:
+        if name in _ROOT_FILES or name in self.configuration_texts:
             return True
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in self.license_patterns):
             return True
+        if not name.endswith(".py"):
+            return False
+        # Is it a module with the version? Such modules are written as "letters" for letters/__init__.py, and
+        # "letters/version" for letters/version.py.
         module = name.removesuffix("/__init__.py").removesuffix(".py")
-        if module == name:
-            return False  # not a Python file
         # The module may be in the project's folder, or in a subfolder such as `src`.
-        _, _, module_in_folder = module.partition("/")
-        return module in self.version_modules or module_in_folder in self.version_modules
+        _, _, module_below_subfolder = module.partition("/")
+        return module in self.version_modules or module_below_subfolder in self.version_modules
 
     def is_module(self, name: str) -> bool:
         """Return whether the file `name` is a top-level package or module that a stub can replace."""
@@ -197,35 +214,36 @@ class _Project:
 
     def needs_folder(self, name: str) -> bool:
         """Return whether the build backend may need the folder `name` to find the packages."""
-        if name == ".":
-            return True
         # The configuration may name a folder by its path, or by the name of its package: "letters.model".
-        if name in self.references or name.replace("/", ".") in self.references:
+        package_name = name.replace("/", ".")
+        if name == "." or name in self.configuration_texts or package_name in self.configuration_texts:
             return True
-        top_folder, _, _ = name.partition("/")
-        if name not in self.python_folders or not self._may_hold_packages(top_folder):
+        if name not in self.python_folders:
             return False
         # Folders inside a package are not needed, because the editable installation refers only to the
         # package itself.
-        return not any(parent in self.packages for parent in _iterate_parents(name))
+        if any(parent in self.packages for parent in _iterate_parents(name)):
+            return False
+        top_folder, _, _ = name.partition("/")
+        return self._may_hold_packages(top_folder)
 
-    def _may_hold_packages(self, top: str) -> bool:
-        """Return whether the build backend may look for packages in the top-level folder `top`.
+    def _may_hold_packages(self, top_folder: str) -> bool:
+        """Return whether the build backend may look for packages in a top-level folder of the project.
 
-        If there is a folder ``src``, it contains the packages. Another folder counts only if the project's
-        configuration refers to it.
+        If the project has no folder ``src``, any folder may hold packages. Otherwise ``src`` holds them, and
+        another folder counts only if the project's configuration refers to it.
         """
-        if top == "src" or "src" not in self.python_folders:
+        if top_folder == "src" or "src" not in self.python_folders:
             return True
-        if "." in self.references:  # setuptools: where = ["."]
+        if "." in self.configuration_texts:  # setuptools: where = ["."]
             return True
-        # The first part of a reference is a top-level folder: "my_letters", "my_letters.model",
-        # "my_letters/model" or "my_*".
-        patterns = {re.split(r"[/.]", text)[0] for text in self.references}
-        return any(fnmatch.fnmatchcase(top, pattern) for pattern in patterns)
+        # A text in the configuration may begin with the name of a top-level folder: "my_letters",
+        # "my_letters.model", "my_letters/model" or "my_*".
+        patterns = {re.split(r"[/.]", text)[0] for text in self.configuration_texts}
+        return any(fnmatch.fnmatchcase(top_folder, pattern) for pattern in patterns)
 
 
-def _list_references(content: Mapping[str, Any], setup_cfg: str, setup_py: str) -> frozenset[str]:
+def _list_configuration_texts(content: Mapping[str, Any], setup_cfg: str, setup_py: str) -> frozenset[str]:
     """Return all texts in a project's configuration for the build backend, as normalised paths.
 
     Any of them may name a file or package that the backend needs. Texts that are no names do no harm, because
@@ -286,6 +304,11 @@ def _table(content: Mapping[str, Any], *keys: str) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", table)
 
 
+def _get_backend(content: Mapping[str, Any]) -> object:
+    """Return the build backend that pyproject.toml names. pip uses setuptools if it names none (PEP 517)."""
+    return _table(content, "build-system").get("build-backend", _SETUPTOOLS)
+
+
 def _get_metadata(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the metadata of the project. Values in ``project`` override those in Poetry's own table."""
     return {**_table(content, "tool", "poetry"), **_table(content, "project")}
@@ -323,11 +346,11 @@ def _list_license_patterns(content: Mapping[str, Any]) -> Iterator[str]:
     yield from _LICENSES
 
 
-def _list_version_modules(content: Mapping[str, Any], setup_cfg: str, module_name: str) -> Iterator[str]:
-    """Yield the modules from which the build backend may read the version: ``letters/version``.
+def _list_setuptools_version_modules(content: Mapping[str, Any], setup_cfg: str) -> Iterator[str]:
+    """Yield the modules from which setuptools may read the version, as paths without a suffix.
 
-    They are paths without a suffix. The skeleton must contain the content of these modules. `module_name` is
-    the name of the project in the form of a module name.
+    For example, ``letters/version`` for the attribute ``letters.version.__version__``. `content` is that of
+    pyproject.toml.
     """
     attributes = _SETUP_CFG_VERSION.findall(setup_cfg)
     version = _table(content, "tool", "setuptools", "dynamic", "version").get("attr")
@@ -336,8 +359,15 @@ def _list_version_modules(content: Mapping[str, Any], setup_cfg: str, module_nam
     for attribute in attributes:  # "letters.version.__version__"
         module, _, _ = attribute.rpartition(".")
         yield module.replace(".", "/")
-    # flit reads the version and the description from the main module of the project.
-    if _table(content, "build-system").get("build-backend") != _FLIT:
+
+
+def _list_flit_version_modules(content: Mapping[str, Any], module_name: str) -> Iterator[str]:
+    """Yield the module from which flit reads the version and the description: the main module of the project.
+
+    It is a path without a suffix. Nothing is yielded for a project with another backend, or if pyproject.toml
+    has both values. `module_name` is the name of the project in the form of a module name.
+    """
+    if _get_backend(content) != _FLIT:
         return
     dynamic = _table(content, "project").get("dynamic", [])
     if "version" in dynamic or "description" in dynamic:

@@ -198,13 +198,12 @@ def _check_manifest(report: ImageReport, expected: Manifest | None) -> tuple[Man
     except UsageError as error:
         return None, _make_check("manifest", problem=error.what, hint=error.hint or _REBUILD_HINT)
     # Equal manifests have equal text, so any other text means that the build did not write this file.
-    problem = ""
     if expected is not None and manifest_text != manifests.to_json(expected):
         problem = f"it names recipe {own_manifest.recipe} {own_manifest.recipe_sha256[:12]}, not this build"
-    hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
-    return own_manifest, _make_check(
-        "manifest", f"{own_manifest.recipe}, imgkit {own_manifest.imgkit}", problem=problem, hint=hint
-    )
+        hint = f"a step of the recipe overwrote {MANIFEST_JSON}, or the cache is stale: --no-cache"
+        return own_manifest, _make_check("manifest", problem=problem, hint=hint)
+    fact = f"{own_manifest.recipe}, imgkit {own_manifest.imgkit}"
+    return own_manifest, _make_check("manifest", fact)
 
 
 def _check_system(report: ImageReport) -> Check:
@@ -220,18 +219,22 @@ def _check_system(report: ImageReport) -> Check:
     return _make_check("system", f"{facts.title or '(no title)'}, {facts.scheduler}")
 
 
-def _check_dist_env(finished: Finished) -> Check:
+def _check_dist_env(dist_env: Finished) -> Check:
     """Check that imgkit's entry points start in the image: ``dist-env --json`` must print a JSON object.
 
-    The output in `finished` includes standard error, so warnings may come before the object.
+    The output in `dist_env` includes standard error, so warnings may come before the object.
     """
-    try:
-        if finished.returncode != 0 or "{" not in finished.output:
-            raise ValueError(finished.tail() or f"exit code {finished.returncode}")
-        # Only the syntax matters here, so the object itself is discarded.
-        json_text.first_object(finished.output)
-    except ValueError as error:
-        problem = _last_line(str(error), "no output")
+    problem = ""
+    if dist_env.returncode != 0 or "{" not in dist_env.output:
+        problem = dist_env.tail() or f"exit code {dist_env.returncode}"
+    else:
+        try:
+            # Only the syntax matters here, so the object itself is discarded.
+            json_text.first_object(dist_env.output)
+        except ValueError as error:
+            problem = str(error)
+    if problem:
+        message = f"dist-env --json: {_last_line(problem, 'no output')}"
         hint = f"the entry points are broken in this image; {_REBUILD_HINT}"
-        return _make_check("dist-env", problem=f"dist-env --json: {problem}", hint=hint)
-    return _make_check("dist-env", "dist-env --json answers")
+        return _make_check("dist-env", problem=message, hint=hint)
+    return _make_check("dist-env", fact="dist-env --json answers")

@@ -285,11 +285,11 @@ def index_options(recipe: Recipe) -> list[str]:
     uv = recipe.image.uv
     if uv is None:
         return []
+    indexes = _read_uv_settings(_read_pyproject(uv.project)).get("index", [])
     options = []
-    for index in _read_uv_settings(_read_pyproject(uv.project)).get("index", []):
+    for index in indexes:
         url = str(index.get("url", ""))
-        # A user or password in the URL comes before an "@".
-        if not re.fullmatch(r"https?://[^\s@]+", url) or hide_secrets(url) != url:
+        if not _is_plain_http_url(url):
             raise UsageError(
                 f"the index {hide_secrets(url)} is no plain HTTP URL; a password would be in the image",
                 where=recipe.where("image", "uv"),
@@ -301,3 +301,9 @@ def index_options(recipe: Recipe) -> list[str]:
             option = "--index-url"
         options += [option, url]
     return options
+
+
+def _is_plain_http_url(url: str) -> bool:
+    """Return whether `url` is an HTTP URL without a user, a password or another secret."""
+    # A user and a password would come before an "@". Other secrets are in parameters: "?token=...".
+    return re.fullmatch(r"https?://[^\s@]+", url) is not None and hide_secrets(url) == url

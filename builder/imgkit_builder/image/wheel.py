@@ -23,6 +23,7 @@ from imgkit_entrypoints.cli.commands import COMMANDS, shim_text
 PACKAGE = imgkit_entrypoints.__name__
 
 _DIST_INFO = f"{PACKAGE}-{__version__}.dist-info"
+_SCRIPTS = f"{PACKAGE}-{__version__}.data/scripts"
 _EXCLUDED_FOLDERS = frozenset({"__pycache__", "tests"})
 
 _METADATA = f"""\
@@ -52,22 +53,29 @@ def make_wheel() -> bytes:
 
     Equal sources give equal bytes.
     """
-    scripts = f"{PACKAGE}-{__version__}.data/scripts/"
     contents = dict(entrypoints_files())
     for command in COMMANDS:
-        contents[f"{scripts}{command.name}"] = shim_text(command).encode()
+        contents[f"{_SCRIPTS}/{command.name}"] = shim_text(command).encode()
     contents[f"{_DIST_INFO}/METADATA"] = _METADATA.encode()
     contents[f"{_DIST_INFO}/WHEEL"] = _WHEEL.encode()
     # RECORD lists the digests of all other files, so it is made last.
     contents = dict(sorted(contents.items()))
-    contents[f"{_DIST_INFO}/RECORD"] = _record(contents)
+    contents[f"{_DIST_INFO}/RECORD"] = _render_record_file(contents)
+    return _make_zip(contents)
+
+
+def _make_zip(contents: Mapping[str, bytes]) -> bytes:
+    """Return a zip file with the files `contents`, of which only the scripts are executable.
+
+    Equal contents give equal bytes, on every host and at every time.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:  # noqa: TID251 - a stream
         for name, data in contents.items():
-            mode = 0o755 if name.startswith(scripts) else 0o644
+            mode = 0o755 if name.startswith(f"{_SCRIPTS}/") else 0o644
             member = zipfile.ZipInfo(name)  # its time stays 1980-01-01, the earliest in a zip file
             member.create_system = 3  # Unix, on every host: only then is the mode below read
-            member.external_attr = (stat.S_IFREG | mode) << 16
+            member.external_attr = (stat.S_IFREG | mode) << 16  # the upper 16 bits have the mode
             archive.writestr(member, data, zipfile.ZIP_DEFLATED, compresslevel=9)
     return buffer.getvalue()
 
@@ -87,7 +95,7 @@ def entrypoints_files() -> tuple[tuple[str, bytes], ...]:
     return tuple(sorted(contents))
 
 
-def _record(contents: Mapping[str, bytes]) -> bytes:
+def _render_record_file(contents: Mapping[str, bytes]) -> bytes:
     """Return the content of the file RECORD: ``NAME,sha256=DIGEST,SIZE`` for each member of the wheel.
 
     The line of RECORD itself has no digest, as PEP 427 requires.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
@@ -41,11 +41,12 @@ class Unresolved(Exception):
     """A step of a recipe failed, or its packages cannot be locked.
 
     `explain_failure` turns this into an error for users. If a program failed, `output` is what it printed.
-    Otherwise `problem` is the message, and `packages` lists the packages that cause it: ``flash-attn==2.5,
-    apex==0.1``.
+    Otherwise `problem` is the message, and `packages` are those that cause it, such as ``flash-attn==2.5``.
     """
 
-    def __init__(self, step: int | str, problem: str = "", packages: str = "", output: str = "") -> None:
+    def __init__(
+        self, step: int | str, problem: str = "", packages: tuple[str, ...] = (), output: str = ""
+    ) -> None:
         super().__init__(problem)
         self.step = step
         self.problem = problem
@@ -72,9 +73,9 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
         url = without_credentials(match["url"])
         sha256 = match["sha256"] or ""
         if not url.startswith(_HTTP_PREFIXES):
-            raise Unresolved(APT, f"apt takes {name} from {url}, which no other machine can read", name)
+            raise Unresolved(APT, f"apt takes {name} from {url}, which no other machine can read", (name,))
         if not _SHA256.fullmatch(sha256):
-            raise Unresolved(APT, f"the archive states no sha256 of {name}: {match[0]}", name)
+            raise Unresolved(APT, f"the archive states no sha256 of {name}: {match[0]}", (name,))
         deb = LockedDeb(
             name=name,
             # The epoch of a Debian version ends with ":", which file names write as "%3a".
@@ -89,15 +90,15 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
     return tuple(sorted(debs, key=attrgetter("name", "architecture")))
 
 
-def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tuple[LockedWheel, ...]:
+def read_wheels(text: str | bytes, step: int, file_digests: Mapping[str, str]) -> tuple[LockedWheel, ...]:
     """Return the wheels that a pip step installs, sorted by name.
 
     Parameters
     ----------
     text : the JSON that the program ``inside`` wrote in the base for the step.
     step : the number of the step.
-    digests : the SHA-256 digests of the package files that came out of the base, by file name. It is empty
-        for a lock that does not store packages.
+    file_digests : the SHA-256 digests of the package files on this machine, by file name. They came out of
+        the base, or are stored with the old lock.
 
     Raises
     ------
@@ -109,49 +110,50 @@ def read_wheels(text: str | bytes, step: int, digests: Mapping[str, str]) -> tup
     missing_packages = []
     for item in report_items:
         package = f"{item.name}=={item.version}"
-        wheel = _find_wheel(item, step, digests)
+        wheel = _find_wheel(item, step, file_digests)
         if wheel is None:
             # All missing packages are reported together.
             missing_packages.append(package)
             continue
-        # If the file came out of the base, its content must have the digest that pip reports.
-        if not _SHA256.fullmatch(wheel.sha256) or digests.get(wheel.file, wheel.sha256) != wheel.sha256:
+        # If the file is on this machine, its content must have the digest that pip reports.
+        if not _SHA256.fullmatch(wheel.sha256) or file_digests.get(wheel.file, wheel.sha256) != wheel.sha256:
             problem = f"{package} has no sha256, or another one than its file: {wheel.url}"
-            raise Unresolved(step, problem, package)
+            raise Unresolved(step, problem, (package,))
         wheels.append(wheel)
     if missing_packages:
-        packages = ", ".join(missing_packages)  # `explain_failure` splits this text again
-        raise Unresolved(step, f"no index has a wheel of {packages} for this base", packages)
+        problem = f"no index has a wheel of {', '.join(missing_packages)} for this base"
+        raise Unresolved(step, problem, tuple(missing_packages))
     return tuple(sorted(wheels, key=lambda wheel: canonical_name(wheel.name)))
 
 
-def _find_wheel(item: _ReportItem, step: int, digests: Mapping[str, str]) -> LockedWheel | None:
+def _find_wheel(item: _ReportItem, step: int, file_digests: Mapping[str, str]) -> LockedWheel | None:
     """Return the wheel of a package in pip's report, or None if there is none.
 
-    The wheel is either in an index or among the files that came out of the base. `digests` has the SHA-256
+    The wheel is either in an index or among the package files on this machine. `file_digests` has the SHA-256
     digests of these files, by file name.
     """
-    url = without_credentials(item.url)
-    file = unquote(urlsplit(url).path.rpartition("/")[2])
-    is_wheel = file.endswith(".whl")
     name, version = item.name, item.version
+    url = without_credentials(item.url)
+    url_file = unquote(urlsplit(url).path.rpartition("/")[2])
+    is_wheel = url_file.endswith(".whl")
     if is_wheel and url.startswith(_HTTP_PREFIXES):
         return LockedWheel(
             step=step,
             name=name,
             version=version,
-            file=file,
+            file=url_file,
             url=url,
             sha256=item.sha256,
-            direct=item.direct,
+            direct=item.direct,  # whether the recipe itself names the URL
         )
+    file = url_file  # a wheel in a folder of the base
     if not is_wheel:
         # pip found a source distribution or a repository. The base may have built a wheel from it.
-        file = _find_built_wheel(name, version, digests)
-    if file not in digests:
+        file = _find_built_wheel(name, version, file_digests)
+    if file not in file_digests:
         return None
     # `kept` means that the wheel is stored beside the lock, because no index has it.
-    return LockedWheel(step=step, name=name, version=version, file=file, sha256=digests[file], kept=True)
+    return LockedWheel(step=step, name=name, version=version, file=file, sha256=file_digests[file], kept=True)
 
 
 def _find_built_wheel(name: str, version: str, files: Iterable[str]) -> str:
@@ -262,21 +264,31 @@ def explain_failure(recipe: Recipe, failure: Unresolved, *, log: str) -> ImgkitE
     `log` is the path of the full log, which the hint mentions.
     """
     # The command for a hint. It makes a lock that also stores wheels which no index has.
-    keep_files = f"{lock_file.lock_command(recipe)} --keep-files"
-    if failure.problem:  # no program failed, but its answer cannot be locked
-        where = find_recipe_line(recipe, failure.step, failure.packages.split(", "))
-        hint = _KEEP_FILES_HINT.format(keep_files)
-        if failure.step == APT:
-            hint = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
-        return UsageError(failure.problem, where=where, hint=hint)
+    keep_files_command = f"{lock_file.lock_command(recipe)} --keep-files"
+    if not failure.problem:
+        return _explain_output(recipe, failure, keep_files_command, log)
+    # No program failed, but its answer cannot be locked.
+    hint = _KEEP_FILES_HINT.format(keep_files_command)
+    if failure.step == APT:
+        hint = "name an archive with HTTP URLs in the base's /etc/apt/sources.list"
+    where = find_recipe_line(recipe, failure.step, failure.packages)
+    return UsageError(failure.problem, where=where, hint=hint)
+
+
+def _explain_output(recipe: Recipe, failure: Unresolved, keep_files_command: str, log: str) -> ImgkitError:
+    """Return the error for a failed program. Its hint quotes the program's output.
+
+    `keep_files_command` is the command that makes a lock with all files, for the hint. `log` is the path of
+    the full log.
+    """
     cause, matched_texts = _find_cause(failure.output)
     # Candidates for the package at fault. The package that the cause names is the most probable one, and then
-    # come the others in the output.
+    # come the others in the output. Texts that are no packages do no harm.
     packages = [*matched_texts, *_BLAMED_PACKAGE.findall(failure.output)]
     where = find_recipe_line(recipe, failure.step, packages)
     hints = []
     if cause.hint:
-        hints.append(cause.hint.format(keep_files))
+        hints.append(cause.hint.format(keep_files_command))
     output_lines = last_output_lines(failure.output)
     if output_lines:
         hints += ["its output:", *output_lines]
@@ -319,7 +331,7 @@ def _remove_noise(output: str) -> list[str]:
     return [line.rstrip() for line in output.splitlines() if line.strip() and not _NOISE.match(line)]
 
 
-def find_recipe_line(recipe: Recipe, step: int | str, packages: list[str]) -> str:
+def find_recipe_line(recipe: Recipe, step: int | str, packages: Sequence[str]) -> str:
     """Return the line of `recipe` that asks for a package in `step`, to show in an error message.
 
     The `packages` are tried in order, and the first one that the step asks for decides. If the step asks for
@@ -344,18 +356,21 @@ def _list_requirements(recipe: Recipe, step: int | str) -> Iterator[tuple[str, s
     """Yield each package that the step `step` (apt or pip) asks for, with the line that asks for it.
 
     The line is in the recipe, or in a requirements file: ``mn5.yaml:12 (requirements.txt:3)``. If the recipe
-    has no such step, nothing is yielded.
+    has no such step, nothing is yielded. `step` must not be `UV_STEP`, whose packages are in uv.lock.
     """
     if step == APT:
-        for number, package in enumerate(recipe.image.apt):
-            yield package, recipe.where("image", APT, number)
+        for index, package in enumerate(recipe.image.apt):
+            yield package, recipe.where("image", APT, index)
+        return
+    step_number = int(step)
     # The number comes from a file out of the base image, so it may be too large.
-    elif int(step) < len(recipe.image.pip):
-        pip_step = recipe.image.pip[int(step)]
-        for number, package in enumerate(pip_step.packages):
-            yield package, recipe.where("image", "pip", step, "packages", number)
-        if pip_step.requirements is not None:
-            where = recipe.where("image", "pip", step, "requirements")
-            file_text = files.read_text(pip_step.requirements, errors="replace")
-            for number, line in enumerate(file_text.splitlines(), 1):
-                yield line, f"{where} ({pip_step.requirements.name}:{number})"
+    if step_number >= len(recipe.image.pip):
+        return
+    pip_step = recipe.image.pip[step_number]
+    for index, package in enumerate(pip_step.packages):
+        yield package, recipe.where("image", "pip", step_number, "packages", index)
+    if pip_step.requirements is not None:
+        where = recipe.where("image", "pip", step_number, "requirements")
+        file_text = files.read_text(pip_step.requirements, errors="replace")
+        for line_number, line in enumerate(file_text.splitlines(), 1):
+            yield line, f"{where} ({pip_step.requirements.name}:{line_number})"

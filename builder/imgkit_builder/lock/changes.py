@@ -46,8 +46,8 @@ def list_changes(old: LockedPlatform | None, new: LockedPlatform) -> tuple[Chang
     """
     old_versions: dict[_Item, str] = {}
     if old:
-        old_versions = _read_versions(old)
-    new_versions = _read_versions(new)
+        old_versions = _list_version_texts(old)
+    new_versions = _list_version_texts(new)
     changes = []
     # A dict keeps its order: items of the new lock first, then those that are only in the old one.
     for item in {**new_versions, **old_versions}:
@@ -63,11 +63,11 @@ def is_same(old: LockedPlatform | None, new: LockedPlatform) -> bool:
     return old is not None and old == dataclasses.replace(new, source_date_epoch=old.source_date_epoch)
 
 
-def _read_versions(locked: LockedPlatform) -> dict[_Item, str]:
+def _list_version_texts(locked: LockedPlatform) -> dict[_Item, str]:
     """Return the version of each item in the lock of a platform, such as ``apt git:amd64`` -> ``1:2.39``.
 
-    The base and the files have no version. The first characters of their digests are used instead.
-    `list_changes` compares two of these results.
+    The base and the files have no version. The first characters of their digests are used instead. A wheel of
+    several steps has several versions: ``1.26, then 2.1``.
     """
     digest = locked.base.digest or locked.base.id
     versions = {_Item("base", locked.base.name): digest[:19]}  # "sha256:" and 12 digits
@@ -76,7 +76,7 @@ def _read_versions(locked: LockedPlatform) -> dict[_Item, str]:
     for wheel in locked.pip:
         item = _Item("pip", canonical_name(wheel.name))
         if item in versions:
-            # Two pip steps may install the same package. The wheels are in the order of the steps.
+            # Several pip steps may install the same package. The wheels are in the order of the steps.
             versions[item] += f", then {wheel.version}"
         else:
             versions[item] = wheel.version

@@ -144,7 +144,7 @@ def resolve_pip(step: str, arguments: list[str], settings: dict[str, Any]) -> No
     install_pinned(install, step_settings["pins"])
     report_items = json.loads(report.read_text(encoding="utf-8"))["install"]
     # The short form replaces pip's own report in the file. imgkit reads it from there as the answer.
-    report.write_text(json.dumps([summarize(item) for item in report_items]), encoding="utf-8")
+    report.write_text(json.dumps([describe_package(item) for item in report_items]), encoding="utf-8")
     if keep_files and report_items:
         store_wheels(report_items, step_settings["options"], install=not is_last)
 
@@ -176,20 +176,12 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
     ------
     CalledProcessError : pip fails without these versions, too.
     """
-    constraint_file = FOLDER / "pins.txt"
     pins = dict(pins)
     while pins:
-        constraint_lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
-        constraint_file.write_text("".join(constraint_lines), encoding="utf-8")
-        try:
-            run_program([*argv, "--constraint", str(constraint_file)])
+        blamed_names = try_install(argv, pins)
+        if blamed_names is None:
             return
-        except subprocess.CalledProcessError as error:
-            blamed_names = PINNED_NAME.findall(error.output)
-        # pip may blame a package under another spelling of its name.
-        unfit_names = pins.keys() & {re.sub(r"[-_.]+", "-", name).lower() for name in blamed_names}
-        if not unfit_names:
-            unfit_names = set(pins)
+        unfit_names = (pins.keys() & blamed_names) or set(pins)
         print(f"imgkit: locked versions do not fit: {', '.join(sorted(unfit_names))}", flush=True)
         # Each round drops at least one version, so the loop ends.
         for name in unfit_names:
@@ -197,7 +189,24 @@ def install_pinned(argv: list[str], pins: dict[str, str]) -> None:
     run_program(argv)  # no version of the old lock is left
 
 
-def summarize(item: dict[str, Any]) -> dict[str, Any]:
+def try_install(argv: list[str], pins: dict[str, str]) -> set[str] | None:
+    """Run ``pip install`` with exactly the versions `pins` of these packages, if it installs them at all.
+
+    Return None if it succeeds. Otherwise, return the normalized names of the packages that its output blames.
+    """
+    constraint_file = FOLDER / "pins.txt"
+    constraint_lines = [f"{name}=={version}\n" for name, version in sorted(pins.items())]
+    constraint_file.write_text("".join(constraint_lines), encoding="utf-8")
+    try:
+        run_program([*argv, "--constraint", str(constraint_file)])
+    except subprocess.CalledProcessError as error:
+        # pip may blame a package under another spelling of its name.
+        names = PINNED_NAME.findall(error.output)
+        return {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+    return None
+
+
+def describe_package(item: dict[str, Any]) -> dict[str, Any]:
     """Return the values that a lock needs from one item of pip's report.
 
     Everything else is dropped, because the metadata of a package can have megabytes. The digest is empty for

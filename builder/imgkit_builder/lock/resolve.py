@@ -82,11 +82,11 @@ class Resolution:
     recipe: Recipe
     request: LockRequest
     base: BaseImage
-    old: LockedPlatform | None = None
+    old_lock: LockedPlatform | None = None
     """The existing lock. Its versions are kept unless `options` upgrades them."""
     options: LockOptions = LockOptions()
     kept_wheels: Mapping[str, Path] = dataclasses.field(default_factory=dict)
-    """The wheels that were built and stored for the lock `old`, by file name."""
+    """The wheels that were built and stored for `old_lock`, by file name."""
 
 
 def resolve_packages(
@@ -124,7 +124,7 @@ def resolve_packages(
         try:
             # The build cache is not used, because the package indexes may have changed since the last build.
             built = engines.build(
-                engine, context, tag=tag, report=report, builder=builder, no_cache=True, hide=values.mask
+                engine, context, tag=tag, report=report, builder=builder, no_cache=True, mask=values.mask
             )
             log = str(built.log)
             report.stage("read the answers")
@@ -178,11 +178,11 @@ def _read_answers(folder: Path, resolution: Resolution, mask: Callable[[str], st
     if request.apt:
         apt_output = files.read_text(folder / "apt.txt", errors="replace")
     # Stored wheels of the old lock come first, so a wheel that was built now replaces one of the same name.
-    digests = _hash_packages([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
+    file_digests = _hash_packages([*resolution.kept_wheels.values(), *sorted(folder.iterdir())])
     wheels: list[LockedWheel] = []
     for step_number in install.pip_step_numbers(resolution.recipe):
         answer = files.read_bytes(folder / f"pip-{install.step_name(step_number)}.json")
-        wheels += answers.read_wheels(answer, step_number, digests)
+        wheels += answers.read_wheels(answer, step_number, file_digests)
     return LockedPlatform(
         platform=base.platform,
         source_date_epoch=now_s(),
@@ -266,31 +266,38 @@ def _make_settings(resolution: Resolution) -> dict[str, object]:
     debs: list[tuple[str, str]] = []
     wheels: list[LockedWheel] = []
     # Packages that the user wants to upgrade get no pin.
-    if resolution.old:
-        debs = [(deb.name, deb.version) for deb in resolution.old.apt if options.keeps_version(deb.name)]
-        wheels = [wheel for wheel in resolution.old.pip if options.keeps_version(wheel.name)]
+    if resolution.old_lock:
+        debs = [(deb.name, deb.version) for deb in resolution.old_lock.apt if options.keeps_version(deb.name)]
+        wheels = [wheel for wheel in resolution.old_lock.pip if options.keeps_version(wheel.name)]
     steps = {}
     for step_number in install.pip_step_numbers(recipe):
-        pins = {}
-        if step_number == UV_STEP:
-            # This step has no pins, because its versions are those of uv.lock.
-            pip_options = uv_export.index_options(recipe)
-        else:
-            pip_options = list(lock_file.collect_pip_options(recipe.image.pip[step_number]))
-            # Each step has its own pins, because two steps may install two versions of the same package.
-            pins = {
-                canonical_name(wheel.name): wheel.version for wheel in wheels if wheel.step == step_number
-            }
-        steps[install.step_name(step_number)] = {"options": pip_options, "pins": pins}
+        steps[install.step_name(step_number)] = _make_step_settings(recipe, step_number, wheels)
     return {"keep_files": options.keep_files, "debs": debs, "steps": steps}
 
 
-def find_kept_wheels(file: Path, locked: LockedPlatform | None) -> dict[str, Path]:
-    """Return the paths of the wheels that were stored with a lock, by file name.
+def _make_step_settings(
+    recipe: Recipe, step_number: int, pinned_wheels: Iterable[LockedWheel]
+) -> dict[str, object]:
+    """Return the settings of a pip step: the options of pip, and the version of the old lock by package.
 
-    No index has these wheels. They were built when the lock was made, and are in a folder beside the lock
-    file `file`. `locked` is the lock of one platform. If it is None, there is no lock and the result is
-    empty.
+    `pinned_wheels` are the wheels of the old lock whose versions are kept, for all steps.
+    """
+    if step_number == UV_STEP:
+        # This step has no pins, because its versions are those of uv.lock.
+        return {"options": uv_export.index_options(recipe), "pins": {}}
+    pins = {}
+    for wheel in pinned_wheels:
+        # Each step has its own pins, because two steps may install two versions of the same package.
+        if wheel.step == step_number:
+            pins[canonical_name(wheel.name)] = wheel.version
+    return {"options": lock_file.collect_pip_options(recipe.image.pip[step_number]), "pins": pins}
+
+
+def find_kept_wheels(lock_path: Path, locked: LockedPlatform | None) -> dict[str, Path]:
+    """Return the paths of the kept wheels of a lock, by file name.
+
+    No index has these wheels. They were built when the lock was made, and are kept in a folder beside the
+    lock file. `locked` is the lock of one platform. If it is None, there is no lock and the result is empty.
 
     Raises
     ------
@@ -298,16 +305,16 @@ def find_kept_wheels(file: Path, locked: LockedPlatform | None) -> dict[str, Pat
     """
     if locked is None:
         return {}
-    folder = lock_file.kept_folder(file)
-    path_of_wheel = {wheel.file: folder / wheel.file for wheel in locked.pip if wheel.kept}
-    for name, path in path_of_wheel.items():
+    folder = lock_file.kept_folder(lock_path)
+    kept_paths = {wheel.file: folder / wheel.file for wheel in locked.pip if wheel.kept}
+    for name, path in kept_paths.items():
         if not path.is_file():
             raise UsageError(
                 f"the kept wheel {name} is missing",
                 where=str(path),
                 hint="restore the folder, or build it again: imgkit lock RECIPE --keep-files --upgrade",
             )
-    return path_of_wheel
+    return kept_paths
 
 
 def write_lock(

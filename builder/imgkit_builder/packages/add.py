@@ -165,14 +165,14 @@ def add(
     ToolFailed : pip or mksquashfs failed, the disk is full, or a remote cannot be reached.
     """
     image = _choose_image_path(request, machine)
-    _check_requirements(request)
-    target = _choose_target_path(request, image)
+    _check_request(request)
+    target = _choose_target_path(request, image, machine)
     if machine is None:
         machine = this_machine()
         image_id = record.read_image_id(image)
     steps = _Steps(request=request, machine=machine, image=image, target=target, token=secrets.token_hex(8))
-    files = steps.look()
-    existing = files.target_record
+    state = steps.read_state()
+    existing = state.target_record
     if existing is not None:
         if existing.arguments != request.arguments:
             raise UsageError(
@@ -181,9 +181,9 @@ def add(
                 hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(target))}",
             )
         # The content of files can change. Then the same request installs something else.
-        if existing.image_digest == files.image_digest and not request.path_options:
+        if existing.image_digest == state.image_digest and not request.path_options:
             return AddedFile(
-                path=target, image=image, size_bytes=files.target_bytes, record=existing, up_to_date=True
+                path=target, image=image, size_bytes=state.target_bytes, record=existing, up_to_date=True
             )
     with runtime.log_file(target.stem) as log:
         report.stage(f"pip in {image.name}")
@@ -193,7 +193,7 @@ def add(
     new_record = PackagesRecord(
         imgkit=__version__,
         image=image.name,
-        image_digest=files.image_digest,
+        image_digest=state.image_digest,
         image_id=image_id,
         arch=arch_of(answer["machine"]),
         python=answer["python"],
@@ -222,19 +222,27 @@ def _choose_image_path(request: AddRequest, machine: ImageMachine | None) -> Pat
             where="--image",
             hint=f"--image X.sif; or build them into an image, by its recipe: image: {{pip: [{packages}]}}",
         )
+    hint = "the absolute path of an image there"
+    return _make_absolute(request.image, machine, option="--image", hint=hint)
+
+
+def _make_absolute(path: Path, machine: ImageMachine | None, *, option: str, hint: str) -> Path:
+    """Return the absolute path of `path`, the value of an option, on the machine that has the image.
+
+    `machine` is the remote that has the image, or None for this machine.
+
+    Raises
+    ------
+    UsageError : a path on a remote is relative. It would depend on the folder in which ssh starts.
+    """
     if machine is None:
-        return request.image.absolute()
-    # A relative path would depend on the folder in which ssh starts.
-    if not request.image.is_absolute():
-        raise UsageError(
-            f"{str(request.image)!r} is not a path on the remote",
-            where="--image",
-            hint="the absolute path of an image there",
-        )
-    return request.image
+        return path.absolute()
+    if not path.is_absolute():
+        raise UsageError(f"{str(path)!r} is not a path on the remote", where=option, hint=hint)
+    return path
 
 
-def _check_requirements(request: AddRequest) -> None:
+def _check_request(request: AddRequest) -> None:
     """Refuse a request whose packages, files or folders pip cannot install.
 
     A request with a secret in an argument is refused as well, because the file with the packages records the
@@ -250,11 +258,11 @@ def _check_requirements(request: AddRequest) -> None:
     for text in request.requirements:
         check_requirement(text)
     # The record at the end of the file contains the arguments, and others may read it.
-    # `kind` is what the secret seems to be, such as a token. It is empty if there is none.
-    kind = secret_patterns.find_secret_argument(request.arguments)
-    if kind:
+    secret_kind = secret_patterns.find_secret_argument(request.arguments)
+    # What the secret seems to be, such as a token. Empty if there is none.
+    if secret_kind:
         raise UsageError(
-            f"it holds {kind}, and the record of the file would show it",
+            f"it holds {secret_kind}, and the record of the file would show it",
             where="PACKAGE",
             hint="export PIP_INDEX_URL=..., which is not recorded",
         )
@@ -274,19 +282,23 @@ def check_requirement(text: str) -> None:
         raise UsageError(f"{text!r} is not a requirement", where="PACKAGE", hint=hint) from None
 
 
-def _choose_target_path(request: AddRequest, image: Path) -> Path:
-    """Return the absolute path of the file to write.
+def _choose_target_path(request: AddRequest, image: Path, machine: ImageMachine | None) -> Path:
+    """Return the absolute path of the file to write, on the machine that has the image.
 
     The default for the image ``X.sif`` is ``X+N.sqsh`` in the same folder. N is the number of requirements on
-    the command line, or 1 if there are none.
+    the command line, or 1 if there are none. `machine` is the remote that has the image, or None for this
+    machine.
 
     Raises
     ------
-    UsageError : the path has a character with which no runtime can mount it.
+    UsageError : the path has a character with which no runtime can mount it, or a path on a remote is not
+        absolute.
     """
     count = len(request.requirements) or 1
     default = image.with_name(f"{image.stem}+{count}.sqsh")
-    target = (request.output or default).absolute()
+    output = request.output or default
+    hint = f"its absolute path there: -o {shlex.quote(str(image.parent / output.name))}"
+    target = _make_absolute(output, machine, option="--output", hint=hint)
     if not record.is_mountable(str(target)):
         raise UsageError(
             f"no runtime can mount {str(target)!r}",
@@ -296,7 +308,7 @@ def _choose_target_path(request: AddRequest, image: Path) -> Path:
     return target
 
 
-class _Files(NamedTuple):
+class _FileState(NamedTuple):
     """The state of the image and of the file to write before the installation."""
 
     image_digest: str
@@ -345,24 +357,25 @@ class _Steps:
     token: str
     """A random number. The script uses it to tell its own files and output from those of others."""
 
-    def look(self) -> _Files:
+    def read_state(self) -> _FileState:
         """Read the state of the image and of the file to write.
 
         Raises
         ------
         UsageError : the image or the folder of the file cannot be used, or imgkit did not write the file.
         """
-        output = b"".join(self._run("look"))
-        # The output is "DIGEST  -". If the file to write exists, a line with its size and its last bytes
-        # follow.
-        digest_line, _, file_output = output.partition(b"\n")
-        # If the image or folder cannot be used, the first line says so instead: "problem NAME".
-        self._refuse_problem(digest_line.decode())
-        image_digest = digest_line.decode().split()[0]
-        if not file_output:
-            return _Files(image_digest)
-        size_line, _, end = file_output.partition(b"\n")
-        return _Files(image_digest, int(size_line), record.parse_end(end, str(self.target)))
+        output = b"".join(self._run_machine_step("look"))
+        # The first line is "DIGEST  -", or "problem NAME" if the image or the folder cannot be used. If the
+        # file to write exists, a line with its size and then its last bytes follow.
+        first_line_bytes, _, target_output = output.partition(b"\n")
+        first_line = first_line_bytes.decode()
+        self._refuse_problem(first_line)
+        image_digest, *_ = first_line.split()
+        if not target_output:
+            return _FileState(image_digest)
+        size_line, _, end = target_output.partition(b"\n")
+        target_record = record.parse_end(end, str(self.target))
+        return _FileState(image_digest, target_bytes=int(size_line), target_record=target_record)
 
     def install(self, report: Reporter, log: TextIO) -> _Installation:
         """Run ``inside.py`` in the image, and pack what pip has installed as a squashfs.
@@ -378,7 +391,9 @@ class _Steps:
         modules = " ".join(self.machine.modules)
         args = (str(members.tar_size(tar)), self.machine.program, modules, *mount_options)
         pip_lines: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
-        output_lines = process.split_lines(self._run("install", *args, data=members.tar_chunks(tar)))
+        output_lines = process.split_lines(
+            self._run_machine_step("install", *args, data=members.tar_chunks(tar))
+        )
         lines = (line.decode(errors="replace") for line in output_lines)
         try:
             for line in lines:
@@ -409,40 +424,49 @@ class _Steps:
         return _Installation(answer, squashfs_sha256=digest_line.partition(" ")[0])
 
     def publish(self, added: PackagesRecord) -> int:
-        """Append the record to the squashfs, move it to its final name, and return its size in bytes."""
+        """Append the record to the squashfs, give the file its final name, and return its size in bytes."""
         record_bytes = record.to_bytes(added)
+        size = str(len(record_bytes))
         try:
-            output = (
-                b"".join(self._run("publish", str(len(record_bytes)), data=[record_bytes])).decode().strip()
-            )
+            output = b"".join(self._run_machine_step("publish", size, data=[record_bytes]))
         except ToolFailed as error:
-            raise self._explain(error, "", "") from error
-        self._refuse_problem(output)
-        return int(output)
+            raise self._explain(error) from error
+        # "problem NAME", or the size of the file
+        answer = output.decode().strip()
+        self._refuse_problem(answer)
+        return int(answer)
 
-    def _run(self, step: str, *args: str, data: Iterable[bytes] = ()) -> Generator[bytes, None, None]:
+    def _run_machine_step(
+        self, step: str, *args: str, data: Iterable[bytes] = ()
+    ) -> Generator[bytes, None, None]:
         """Run a step of `machine.sh` on the machine that has the image, and yield its output.
 
         Parameters
         ----------
         step : the step ``look``, ``install`` or ``publish``.
+        args : the further arguments of this step, as the head of `machine.sh` lists them. All steps get the
+            path of the image, the path of the file to write, and the token.
+        data : the standard input of the step.
         """
-        # `machine.sh` uses these two variables and this function.
-        settings = (
+        # `machine.sh` uses these two variables and this function of the shell.
+        script_header = (
             f"inside={INSIDE} end_bytes={record.END_BYTES}",
             f"digest_of_image() {{ {record.digest_command('$image')}; }}",
         )
-        script = "\n".join((*settings, _read_source("machine.sh").decode()))
+        script = "\n".join((*script_header, _read_source("machine.sh").decode()))
         return self.machine.run(script, (step, str(self.image), str(self.target), self.token, *args), data)
 
     def _refuse_problem(self, line: str) -> None:
         """Raise an error if `line` is a problem that `machine.sh` reports. Ignore any other line."""
-        failures.refuse_problem(line, image=str(self.request.image), target=self.target)
+        failures.refuse_problem(
+            line, image=str(self.request.image), target=self.target, remote=self.machine.remote
+        )
 
-    def _explain(self, error: ToolFailed, output: str, log: str) -> ImgkitError:
+    def _explain(self, error: ToolFailed, output: str = "", log: str = "") -> ImgkitError:
         """Return the error to show for a failed step of `machine.sh`.
 
-        `output` is what the container has printed.
+        `output` is what the container has printed, and `log` is the path of the file with all of it. Both are
+        empty for a step that starts no container.
         """
         command = shlex.join(("imgkit", "add", *self.request.arguments, "--image", str(self.image)))
         return failures.explain_crash(

@@ -10,7 +10,7 @@ import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_builder.base import process
 from imgkit_builder.recipe.requirements import PROTECTED, canonical_name
@@ -32,43 +32,54 @@ _NOISE = re.compile(r"WARNING: |\[notice\]|DEPRECATION: |Looking in |Collecting 
 # The most lines of pip's output that a hint shows. The log has all of them.
 _MAX_LINES = 12
 _SIF_HINT = "imgkit sif IMAGE makes a .sif of an archive or an image"
-# `machine.sh` reports a problem as "problem NAME". These are the error and the hint for each name.
-_ERROR_BY_PROBLEM = {
-    "no-image": (UsageError, "there is no such image", _SIF_HINT),
-    "no-sif": (UsageError, "this is no .sif", _SIF_HINT),
-    "no-folder": (UsageError, "there is no such folder", "mkdir -p {folder}"),
-    "not-writable": (
-        UsageError,
-        "you may not write in {folder}",
-        "-o FILE.sqsh, in a folder of yours: -o {name}",
+
+
+class _Problem(NamedTuple):
+    """The error for a problem that `machine.sh` reports, about the file to write or about the image."""
+
+    message: str
+    hint: str
+    error: type[UsageError | ToolMissing] = UsageError
+    is_about_image: bool = False
+
+
+# `machine.sh` reports a problem as "problem NAME".
+_PROBLEMS = {
+    "no-image": _Problem("there is no such image", _SIF_HINT, is_about_image=True),
+    "no-sif": _Problem("this is no .sif", _SIF_HINT, is_about_image=True),
+    "no-folder": _Problem("there is no such folder", "mkdir -p {folder}"),
+    "not-writable": _Problem("you may not write in {folder}", "-o FILE.sqsh, in a folder of yours: -o {own}"),
+    "busy": _Problem(
+        "another imgkit process is writing this file", "wait for it, or choose another name with -o"
     ),
-    "busy": (
-        UsageError,
-        "another imgkit process is writing this file",
-        "wait for it, or choose another name with -o",
-    ),
-    "no-runtime": (
-        ToolMissing,
+    "no-runtime": _Problem(
         "there is no singularity on PATH",
         "module load singularity or apptainer; on a remote: a recipe with system.runtime.modules",
+        ToolMissing,
     ),
-    "no-mksquashfs": (ToolMissing, "mksquashfs is not on this machine", squash.INSTALL),
+    "no-mksquashfs": _Problem("mksquashfs is not on this machine", squash.INSTALL, ToolMissing),
 }
 
 
-def refuse_problem(line: str, *, image: str, target: Path) -> None:
+def refuse_problem(line: str, *, image: str, target: Path, remote: str = "") -> None:
     """Raise an error if `line` is a problem that `machine.sh` reports, such as ``problem no-image``.
 
-    Any other line is ignored. `target` is the file that `imgkit add` writes.
+    Any other line is ignored.
+
+    Parameters
+    ----------
+    target : the file that `imgkit add` writes.
+    remote : the name of the remote with the image, or empty for this machine.
     """
-    first_word, _, problem = line.partition(" ")
-    if first_word != "problem" or problem not in _ERROR_BY_PROBLEM:
+    first_word, _, name = line.partition(" ")
+    if first_word != "problem" or name not in _PROBLEMS:
         return
-    error_class, message, hint = _ERROR_BY_PROBLEM[problem]
-    # Problems with this hint are about the image. All others are about the file to write.
-    where = image if hint == _SIF_HINT else str(target)
-    message_values = {"folder": target.parent, "name": target.name}
-    raise error_class(message.format(**message_values), where=where, hint=hint.format(**message_values))
+    problem = _PROBLEMS[name]
+    where = image if problem.is_about_image else str(target)
+    # On this machine, the file may be in the current folder. On a remote, only an absolute path is allowed.
+    own_path = f"/home/ME/{target.name}" if remote else target.name
+    values = {"folder": target.parent, "own": own_path}
+    raise problem.error(problem.message.format(**values), where=where, hint=problem.hint.format(**values))
 
 
 def explain_crash(
@@ -228,10 +239,8 @@ def _last_lines(output: str) -> list[str]:
     These are the lines that begin with ``ERROR:``. If there are none, they are all lines except progress and
     notices.
     """
-    relevant_lines = []
-    for line in output.splitlines():
-        if line.strip() and not _NOISE.match(line):
-            relevant_lines.append(line.rstrip())
+    lines = output.splitlines()
+    relevant_lines = [line.rstrip() for line in lines if line.strip() and not _NOISE.match(line)]
     errors = [line for line in relevant_lines if line.startswith("ERROR:")]
     shown_lines = errors or relevant_lines
     return shown_lines[-_MAX_LINES:]

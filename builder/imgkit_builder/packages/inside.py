@@ -8,10 +8,10 @@ All packages of the image are constraints for pip, so that pip does not install 
 pre-release in the image must count as its release. For example, NVIDIA's torch is
 ``2.3.0a0+40ec155e58.nv24.3``, and must satisfy a package that needs ``torch>=2.3``. pip reads the installed
 version from the metadata of a package. So this program writes a copy of the metadata, with the release as its
-version, to a folder called "shadows", which pip searches first.
+version, to the folder "changed-metadata", which pip searches first.
 
 If the image has uv but no pip, uv installs pip into a temporary folder. uv itself cannot be used: it cannot
-report what it would install, and it does not read the metadata in "shadows".
+report what it would install, and it does not read that folder.
 """
 
 from __future__ import annotations
@@ -89,10 +89,10 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
     ------
     Failure : the image has no pip, a package to replace is protected, or pip failed.
     """
-    shadows = folder / "shadows"
+    changed_metadata = folder / "changed-metadata"
     constraints = folder / "constraints.txt"
-    # This only names the folder `shadows`. `write_constraints` makes it, before pip runs.
-    env = pip_environment(folder, shadows)
+    # This only names the folder. `write_constraints` makes it, before pip runs in this environment.
+    env = pip_environment(folder, changed_metadata)
     pip = importlib.util.find_spec("pip")
     if pip is None or pip.origin is None:  # an empty folder is a namespace package, which has no origin
         fetch_pip(folder / "pip", request["options"], env)
@@ -102,7 +102,7 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
     for name in replaced:
         if name in protected:
             raise Failure("protected", name)
-    write_constraints(constraints, shadows, versions, replaced)
+    write_constraints(constraints, changed_metadata, versions, replaced)
     env["PIP_CONSTRAINT"] = str(constraints)
     report = folder / "report.json"
     run_pip([*request["options"], "--dry-run", "--report", str(report), *request["requirements"]], env)
@@ -120,19 +120,19 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
         run_pip(["--no-deps", "--target", str(root), *request["options"], "-r", str(exact_file)], env)
     root_names = sorted(path.name for path in root.iterdir())
     return {
-        "packages": [summary(item) for item in report_items],
+        "packages": [describe_package(item) for item in report_items],
         "modules": [name.partition(".")[0] for name in root_names if is_module(name)],
     }
 
 
 def write_constraints(
-    constraints: Path, shadows: Path, versions: Mapping[str, str], replaced: Collection[str]
+    constraints: Path, changed_metadata: Path, versions: Mapping[str, str], replaced: Collection[str]
 ) -> None:
     """Write the file `constraints`, which makes pip keep the version of every package in the image.
 
-    A pre-release such as ``2.3.0a0+nv24.3`` counts as its release (see `released`). For such a package, a
-    copy of its metadata with the release as its version is written to the folder `shadows`, which pip
-    searches first.
+    A pre-release such as ``2.3.0a0+nv24.3`` counts as its release. For such a package, a copy of its metadata
+    with the release as its version is written to the folder `changed_metadata`. The caller must make pip
+    search this folder first.
 
     Parameters
     ----------
@@ -141,15 +141,15 @@ def write_constraints(
     """
     constraint_lines = []
     changed_versions = {}
-    # Packages whose version pip cannot read are missing from `released`, and are not constrained.
-    for name, version in released(versions).items():
+    # Packages whose version pip cannot read are left out by `versions_for_pip`, and are not constrained.
+    for name, version in versions_for_pip(versions).items():
         if name in replaced:
             continue
         constraint_lines.append(f"{name}=={version}\n")
-        # `released` has changed the version, so pip must also find the changed one in the metadata.
+        # A version that differs from the installed one must also be in the metadata that pip reads.
         if version != versions[name]:
             changed_versions[name] = version
-    write_shadows(shadows, changed_versions)
+    write_changed_metadata(changed_metadata, changed_versions)
     constraints.write_text("".join(constraint_lines), encoding="utf-8")
 
 
@@ -186,7 +186,7 @@ def protected_names(pattern: str) -> set[str]:
     return protected
 
 
-def released(versions: Mapping[str, str]) -> dict[str, str]:
+def versions_for_pip(versions: Mapping[str, str]) -> dict[str, str]:
     """Return the `versions` that pip should see. A pre-release with a local version counts as its release.
 
     For example, NVIDIA's torch ``2.3.0a0+40ec155e58.nv24.3`` becomes ``2.3.0+40ec155e58.nv24.3``, which
@@ -195,19 +195,19 @@ def released(versions: Mapping[str, str]) -> dict[str, str]:
     """
     # pip's own copy of packaging is used, because the image may not have packaging itself.
     versioning = importlib.import_module("pip._vendor.packaging.version")
-    released_versions = {}
+    versions_by_name = {}
     for name, text in versions.items():
         try:
             version = versioning.Version(text)
         except versioning.InvalidVersion:
             continue
-        released_versions[name] = text
+        versions_by_name[name] = text
         if version.is_prerelease and version.local:
-            released_versions[name] = f"{version.base_version}+{version.local}"
-    return released_versions
+            versions_by_name[name] = f"{version.base_version}+{version.local}"
+    return versions_by_name
 
 
-def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
+def write_changed_metadata(folder: Path, versions: Mapping[str, str]) -> None:
     """Write copies of the metadata of installed packages into `folder`, with other versions.
 
     pip searches `folder` first, so it takes the version there for the version of the installed package.
@@ -232,12 +232,12 @@ def write_shadows(folder: Path, versions: Mapping[str, str]) -> None:
         (dist_info / "INSTALLER").write_text("imgkit\n", encoding="utf-8")
 
 
-def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
+def pip_environment(folder: Path, changed_metadata: Path) -> dict[str, str]:
     """Return the environment variables for pip.
 
     They are the variables of the image, with three changes. Temporary files go to `folder`. Python finds the
-    metadata in `shadows` before that of the image's packages, so pip sees the versions there. And pip asks no
-    questions.
+    metadata in `changed_metadata` before that of the image's packages, so pip sees the versions there. And
+    pip asks no questions.
     """
     env = dict(os.environ)
     for name in ("TMPDIR", "PIP_CACHE_DIR"):
@@ -248,7 +248,7 @@ def pip_environment(folder: Path, shadows: Path) -> dict[str, str]:
     if certificates.exists():
         env["PIP_CERT"] = str(certificates)
     # The second folder exists only if the image has no pip (see `fetch_pip`).
-    search_path = [str(shadows), str(folder / "pip")]
+    search_path = [str(changed_metadata), str(folder / "pip")]
     if env.get("PYTHONPATH"):
         search_path.append(env["PYTHONPATH"])
     env["PYTHONPATH"] = os.pathsep.join(search_path)
@@ -281,7 +281,7 @@ def fetch_pip(target: Path, options: list[str], env: Mapping[str, str]) -> None:
     if "PIP_INDEX_URL" in env:  # uv does not read the variables of pip
         env["UV_DEFAULT_INDEX"] = env["PIP_INDEX_URL"]
     run([uv, "pip", "install", "--python", sys.executable, "--target", str(target), *options, "pip"], env)
-    sys.path.append(str(target))  # `released` imports a module of pip
+    sys.path.append(str(target))  # `versions_for_pip` imports a module of pip
 
 
 def run_pip(arguments: list[str], env: Mapping[str, str]) -> None:
@@ -319,12 +319,12 @@ def exact_requirements(items: list[dict[str, Any]]) -> list[str]:
     An example is ``einops==0.8.0 --hash=sha256:5f...``. If any item has no hash, no line gets one, because
     pip requires all hashes as soon as there is one.
     """
-    has_hashes = all(summary(item)["sha256"] for item in items)
+    has_hashes = all(describe_package(item)["sha256"] for item in items)
     requirement_lines = []
     for item in items:
         requirement_line = exact_requirement(item)
         if has_hashes:
-            requirement_line += f" --hash=sha256:{summary(item)['sha256']}"
+            requirement_line += f" --hash=sha256:{describe_package(item)['sha256']}"
         requirement_lines.append(requirement_line)
     return requirement_lines
 
@@ -344,7 +344,7 @@ def exact_requirement(item: Mapping[str, Any]) -> str:
     return f"{name} @ {download['url']}"
 
 
-def summary(item: Mapping[str, Any]) -> dict[str, str]:
+def describe_package(item: Mapping[str, Any]) -> dict[str, str]:
     """Return the name, version and SHA-256 digest of a package in pip's report (``pip install --report``).
 
     The digest is that of the downloaded file. It is empty for a folder or a repository.

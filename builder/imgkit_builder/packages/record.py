@@ -135,7 +135,7 @@ def is_packages(path: Path) -> bool:
         return False
 
 
-def read(path: Path) -> PackagesRecord:
+def read_record(path: Path) -> PackagesRecord:
     """Return the record at the end of the file `path`.
 
     Raises
@@ -146,7 +146,9 @@ def read(path: Path) -> PackagesRecord:
     if not path.exists():
         raise UsageError("there is no such file", where=str(path), hint=_HINT)
     with files.open_regular(path) as stream:
-        stream.seek(max(0, os.fstat(stream.fileno()).st_size - END_BYTES))
+        size_bytes = os.fstat(stream.fileno()).st_size
+        # The record is within the last `END_BYTES` bytes. A smaller file is read as a whole.
+        stream.seek(max(0, size_bytes - END_BYTES))
         return parse_end(stream.read(), str(path))
 
 
@@ -160,12 +162,13 @@ def squashfs_sha256(path: Path) -> str:
     UsageError : there is no such file, or `imgkit add` did not write it.
     CheckFailed : the record is damaged.
     """
-    read(path)  # raises an error if the record is missing or damaged
+    read_record(path)  # only for its errors: the record must not be missing or damaged
     with files.open_regular(path) as stream:
         size_bytes = os.fstat(stream.fileno()).st_size
         record_json = files.read_trailer(stream, 0, size_bytes, _MAGIC) or b""
-        # The trailer is made again only to know its length.
-        return files.sha256(stream, 0, size_bytes - len(files.make_trailer(record_json, _MAGIC)))
+        # In the file, a few more bytes follow the JSON. Make them again, only to know how many there are.
+        trailer = files.make_trailer(record_json, _MAGIC)
+        return files.sha256(stream, 0, size_bytes - len(trailer))
 
 
 def parse_end(end: bytes, path: str) -> PackagesRecord:
@@ -184,11 +187,12 @@ def parse_end(end: bytes, path: str) -> PackagesRecord:
     try:
         record_json = files.read_trailer(io.BytesIO(end), 0, len(end), _MAGIC) or b""
         record_values = json_text.parse(record_json)
-        # This raises an error if the digest that `to_bytes` has added does not match.
+        # Check the digest that `to_bytes` has added, and remove it. An error is raised if it does not match.
         json_text.unseal(record_values)
-        # The key is removed, because it is no field of the record, and no other keys are allowed below.
+        # This key is removed, too, because it is no field of the record.
         if record_values.pop("schema") != _SCHEMA:
             raise ValueError("another version of imgkit wrote it")
+        # In errors, the record is called "it". With `closed`, any other key is an error.
         record: PackagesRecord = json_text.build_value(PackagesRecord, record_values, "it", closed=True)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckFailed(f"its record cannot be read: {error}", where=path, hint="copy it again") from error
@@ -246,12 +250,14 @@ def read_records_for(paths: Iterable[str], image: Path) -> tuple[PackagesRecord,
         different versions of a package.
     CheckFailed : a record is damaged.
     """
-    records = [(path, read(Path(path))) for path in paths]
+    path_records = [(path, read_record(Path(path))) for path in paths]
+    # The file of an image has a digest, and the image in it has an id. The same image in another file has the
+    # same id, so packages fit if one of the two is the same.
     digests = [read_image_id(image)]
     if image.is_file():
         digests.append(image_digest(image))
-    refuse_unfit(records, image=str(image), digests=digests)
-    return tuple(record for _, record in records)
+    refuse_unfit(path_records, image=str(image), digests=digests)
+    return tuple(record for _, record in path_records)
 
 
 def mount_path(number: int) -> str:

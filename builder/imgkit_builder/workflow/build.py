@@ -151,7 +151,7 @@ def build(
             tag=tag,
             report=report,
             builder=dataclasses.replace(builder, options=secrets.options),
-            hide=secrets.mask,
+            mask=secrets.mask,
             no_cache=request.no_cache,
             accept=accept,
         )

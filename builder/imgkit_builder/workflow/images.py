@@ -149,9 +149,10 @@ def _docker_shell(target: str, *, host: bool, workdir: str) -> ShellCommand:
     name = image_name(target)
     with engines.connect() as engine:
         engines.inspect(engine, name)  # raises an error if there is no such image
-        argv = engines.shell_argv(
-            name, gpus=engine.has_nvidia, host=host, endpoint=engine.endpoint, workdir=workdir
-        )
+    # The facts about the engine stay known after its connection is closed.
+    argv = engines.shell_argv(
+        name, gpus=engine.has_nvidia, share_host=host, endpoint=engine.endpoint, workdir=workdir
+    )
     description = _SHARED_DESCRIPTION if host else f"a shell runs in the image: {_NOTHING_SHARED}"
     return ShellCommand(argv=tuple(argv), description=description, image=name)
 

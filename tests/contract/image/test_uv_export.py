@@ -17,7 +17,7 @@ import pytest
 from file_tree import write_program
 
 from imgkit_builder.image import inside_uv, install, uv_export
-from imgkit_builder.image.context import check_code
+from imgkit_builder.image.context import refuse_unpackable_code
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import UV_STEP, Recipe
 from imgkit_entrypoints.errors import ToolMissing, UsageError
@@ -209,7 +209,7 @@ def test_nothing_of_the_project_is_executed(recipe, tmp_path):
     backend = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-path = ["."]\n\n[project]'
     edit(recipe, "pyproject.toml", "[project]", backend)
     edit(recipe, "pyproject.toml", 'version = "0.1.0"', 'dynamic = ["version"]')
-    check_code(recipe)
+    refuse_unpackable_code(recipe)
     assert not (tmp_path / "executed").exists()
 
 
@@ -346,7 +346,7 @@ def test_uv_that_is_missing_is_named_with_its_install(recipe, tmp_path, monkeypa
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python3"))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ToolMissing) as caught:
-        check_code(recipe)
+        refuse_unpackable_code(recipe)
     assert (caught.value.where or "").endswith("mine.yaml:3")
     assert caught.value.hint == "python3 -m pip install uv"
 

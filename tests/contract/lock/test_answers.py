@@ -16,7 +16,7 @@ EINOPS = "54058201ac7087911181bfec4af6091bb59380360f069276601256a76af08193"
 
 def report(text: str) -> str:
     """Return what the program in the base makes of a report of pip."""
-    return json.dumps([inside.summarize(item) for item in json.loads(text)["install"]])
+    return json.dumps([inside.describe_package(item) for item in json.loads(text)["install"]])
 
 
 def item(**download: Any) -> str:
@@ -43,14 +43,14 @@ def test_epoch_of_a_deb_is_part_of_its_version():
 def test_deb_without_sha256_is_refused(apt_answer):
     with pytest.raises(Unresolved, match="no sha256 of libonig5") as error:
         answers.read_debs(apt_answer.replace("SHA256:", "MD5Sum:"))
-    assert (error.value.step, error.value.packages) == ("apt", "libonig5")
+    assert (error.value.step, error.value.packages) == ("apt", ("libonig5",))
 
 
 def test_deb_of_a_local_archive_is_refused():
     line = f"'file:/srv/debs/x_1_all.deb' x_1_all.deb 5 SHA256:{'b' * 64}"
     with pytest.raises(Unresolved, match="apt takes x from file:///srv/debs/x_1_all") as error:
         answers.read_debs(line)
-    assert error.value.packages == "x"
+    assert error.value.packages == ("x",)
 
 
 def test_wheels_of_a_report(pip_report):
@@ -85,7 +85,7 @@ FILE = "flash_attn-2.5.5-cp311-cp311-linux_x86_64.whl"
 def test_wheel_that_no_index_has_must_be_kept(download):
     with pytest.raises(Unresolved, match=r"no index has a wheel of flash_attn==2\.5\.5") as error:
         answers.read_wheels(item(**download), 0, {})
-    assert error.value.packages == "flash_attn==2.5.5"
+    assert error.value.packages == ("flash_attn==2.5.5",)
     (wheel,) = answers.read_wheels(item(**download), 0, {FILE: "e" * 64})
     assert (wheel.file, wheel.sha256, wheel.url, wheel.kept) == (FILE, "e" * 64, "", True)
 

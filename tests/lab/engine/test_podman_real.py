@@ -222,7 +222,7 @@ def test_secret_is_in_the_step_and_nowhere_else(engine, service, monkeypatch):
         tag="imgkit-secret",
         report=report,
         builder=dataclasses.replace(engines.choose(engine.facts()), options=values.options),
-        hide=values.mask,
+        mask=values.mask,
     )
     assert f"length {len(value)} is ***" in report.seen
     podman("save", "--output", service / "secret.tar", "imgkit-secret")

@@ -116,7 +116,7 @@ def _bring_file(
         # The record is at the end of the file.
         record_bytes = run_script('tail -c "$2" -- "$1"\n', (path, str(record.END_BYTES)))
         return path, record.parse_end(record_bytes, path)
-    stored = record.read(local_file)
+    stored = record.read_record(local_file)
     # The name is a digest of the content, so an existing file need not be compared.
     remote_path = f"{folder}/{stored.squashfs_sha256}.sqsh"
     answer = run_script('if [ -e "$1" ]; then echo there; fi\n', (remote_path,))

@@ -81,7 +81,7 @@ HERE = Endpoint(host="unix:///var/run/docker.sock")
 
 
 def shell(endpoint: Endpoint = HERE, *, gpus: bool = False, host: bool = True) -> str:
-    return " ".join(shell_argv("mn5", gpus=gpus, host=host, endpoint=endpoint))
+    return " ".join(shell_argv("mn5", gpus=gpus, share_host=host, endpoint=endpoint))
 
 
 def test_shell_asks_for_gpus_only_if_told():
@@ -135,7 +135,7 @@ def test_facts_name_a_standin_first_and_have_a_schema():
 def test_configuration_that_is_not_named_by_a_sha256_gives_no_id():
     manifest = b'{"config": {"digest": "sha256:../etc/passwd"}}'
     digest = f"sha256:{hashlib.sha256(manifest).hexdigest()}"
-    assert images._find_config(digest, "linux/amd64", {digest: manifest}.get) is None
+    assert images._find_config_digest(digest, "linux/amd64", {digest: manifest}.get) is None
 
 
 def test_error_without_a_message_is_told():

@@ -131,7 +131,7 @@ def test_hidden_words_are_nowhere(tmp_path):
         base="b",
         log_path=tmp_path / "log",
         report=notes,
-        hide=lambda x: x.replace("out", "***"),
+        mask=lambda x: x.replace("out", "***"),
     )
     watch.add_text(PODMAN)
     error = watch.exit_error(1)

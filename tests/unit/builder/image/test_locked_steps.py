@@ -55,7 +55,7 @@ def test_package_of_a_vendor_has_no_snapshot():
 
 
 def test_packages_that_the_recipe_does_not_name_are_automatic(recipe):
-    first, second = install.render_packages(recipe).splitlines()
+    first, second = install.render_apt_list(recipe).splitlines()
     assert first.split()[:4] == ["a" * 64, "jq_1.6_amd64.deb", "manual", "jq:amd64"]
     assert second.split()[:4] == ["a" * 64, "libjq1_1.6_amd64.deb", "auto", "libjq1:amd64"]
 

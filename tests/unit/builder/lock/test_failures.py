@@ -153,7 +153,7 @@ def test_failure_is_an_error_at_its_line(recipe, name):
 
 
 def test_package_without_wheel_names_its_line_and_the_remedy(recipe):
-    error = explain_failure(recipe, Unresolved(0, "no wheel", "x==1, flash-attn==2.5.5"), log="")
+    error = explain_failure(recipe, Unresolved(0, "no wheel", ("x==1", "flash-attn==2.5.5")), log="")
     _, remedy, *_ = NO_WHEEL.split("\n")
     assert str(error) == f"mine.yaml:10: no wheel\n{remedy}"
 

@@ -69,7 +69,7 @@ def test_locked_versions_stay_unless_they_are_upgraded(
     pins,
     debs,
 ):
-    context = resolve.pack_request(resolution(recipe, old=packages, options=options))
+    context = resolve.pack_request(resolution(recipe, old_lock=packages, options=options))
     content = json.loads(own_file(context, "imgkit/lock/settings.json"))
     assert (content["steps"]["0"]["pins"], content["debs"]) == (pins, debs)
 

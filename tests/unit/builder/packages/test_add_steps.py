@@ -74,7 +74,7 @@ def test_wheels_of_this_machine_are_sent(there, wheels, add_there):
     added = add_there(wheels=wheels)
     assert added.path == there / "x+1.sqsh"
     assert b"lib-1.0.dist-info\nlib.py\n" in added.path.read_bytes()
-    stored = record.read(added.path)
+    stored = record.read_record(added.path)
     assert [package.name for package in stored.packages] == ["lib"]
     assert record.squashfs_sha256(added.path) == stored.squashfs_sha256
     assert sorted(path.name for path in there.iterdir()) == ["x+1.sqsh", "x.sif"]
@@ -129,7 +129,7 @@ def test_equal_request_installs_nothing(tmp_path, wheels, fake_program, add_ther
     fake_program("singularity", "exit 1")
     with pytest.raises(ToolFailed):  # the wheels may have changed, so pip is asked again
         add_there(wheels=wheels, output=output)
-    assert record.read(output) == added.record
+    assert record.read_record(output) == added.record
 
 
 def test_failure_of_pip_leaves_nothing(there, wheels, add_there):
@@ -183,3 +183,22 @@ def test_machine_without_mksquashfs_is_refused(machine, add_there):
 def test_relative_image_of_a_remote_is_refused(add_there):
     with pytest.raises(UsageError, match=r"'x\.sif' is not a path on the remote"):
         add_there(image=Path("x.sif"))
+
+
+@pytest.mark.parametrize("output", ["extra.sqsh", "below/extra.sqsh"])
+def test_relative_output_on_a_remote_is_refused(there, wheels, tmp_path, monkeypatch, add_there, output):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    with pytest.raises(UsageError, match=rf"--output: '{output}' is not a path on the remote") as caught:
+        add_there(output=Path(output), wheels=wheels)
+    assert caught.value.hint == f"its absolute path there: -o {there}/extra.sqsh"
+    assert not list(tmp_path.rglob("extra.sqsh"))
+
+
+def test_hint_names_an_absolute_path_on_a_remote(there, machine, add_there):
+    def run(script: str, args: Sequence[str], data: Iterable[bytes]) -> Generator[bytes, None, None]:
+        return (line for line in (b"problem not-writable\n",))
+
+    with pytest.raises(UsageError, match=f"you may not write in {there}") as caught:
+        add_there(dataclasses.replace(machine, run=run))
+    assert caught.value.hint == "-o FILE.sqsh, in a folder of yours: -o /home/ME/x+1.sqsh"

@@ -42,7 +42,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_record_is_read_back(file):
-    stored = record.read(file)
+    stored = record.read_record(file)
     assert dataclasses.replace(stored, squashfs_sha256="") == RECORD
     assert record.squashfs_sha256(file) == stored.squashfs_sha256
 
@@ -50,7 +50,7 @@ def test_record_is_read_back(file):
 def test_changed_record_is_refused(file):
     file.write_bytes(file.read_bytes().replace(b"0.8.1", b"0.8.2"))
     with pytest.raises(CheckFailed, match="its record cannot be read"):
-        record.read(file)
+        record.read_record(file)
 
 
 @pytest.mark.parametrize("content", [b"", b"hsqs"])
@@ -58,7 +58,7 @@ def test_file_without_a_record_is_refused(tmp_path, content):
     file = tmp_path / "image.sqsh"
     file.write_bytes(content)
     with pytest.raises(UsageError, match="imgkit add did not write this file"):
-        record.read(file)
+        record.read_record(file)
 
 
 @pytest.mark.parametrize("size", [0, 10, 70_000, 200_000])
@@ -86,7 +86,7 @@ def test_packages_fit_an_image_that_was_packed_again(file, monkeypatch):
     with pytest.raises(UsageError, match="was made for another image"):
         record.read_records_for([str(file)], image)
     monkeypatch.setattr(record, "read_image_id", lambda _: "sha256:1")
-    assert record.read_records_for([str(file)], image) == (record.read(file),)
+    assert record.read_records_for([str(file)], image) == (record.read_record(file),)
 
 
 @pytest.mark.parametrize("image_id", ["sha256:1", ""])  # an image without an id matches no other

@@ -236,7 +236,7 @@ def rendered(recipe: Recipe) -> tuple[list[str], list[int]]:
         line for line in text.replace("\\\n", "").split("\n") if line and not line.startswith("#")
     ]
     steps = range(len(recipe.image.pip))
-    files = (install.render_packages(recipe), *(install.render_requirements(recipe, step) for step in steps))
+    files = (install.render_apt_list(recipe), *(install.render_requirements(recipe, step) for step in steps))
     return [line.split(" ")[0] for line in instructions], [file.count("\n") for file in files]
 
 
