@@ -95,19 +95,22 @@ def judge_nodes(
     answers : results by rank. Ranks that did not answer are missing.
     timeout_s : time limit of the collective, for messages.
     """
-    blame = _find_blame(hosts, answers, timeout_s)
-    # With a suspect, an error of the collective on another node may only be a consequence.
-    has_suspects = bool(blame) or not all(passed(answer.checks) for answer in answers.values())
+    reasons_by_rank = _find_faulty_ranks(hosts, answers, timeout_s)
+    # A rank at fault or a failed check of any node may be why the collective has failed on other nodes.
+    has_failed_check = not all(passed(answer.checks) for answer in answers.values())
+    has_suspects = bool(reasons_by_rank) or has_failed_check
     ranks_by_host: dict[str, list[int]] = {}
     for rank, host in enumerate(hosts):
         ranks_by_host.setdefault(host, []).append(rank)
     verdicts = []
     for host, ranks in ranks_by_host.items():
-        verdicts.append(_judge_node(host, ranks, answers, blame, has_suspects))
+        verdicts.append(_judge_node(host, ranks, answers, reasons_by_rank, has_suspects))
     return tuple(verdicts)
 
 
-def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int) -> dict[int, list[str]]:
+def _find_faulty_ranks(
+    hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: int
+) -> dict[int, list[str]]:
     """Return the ranks that are at fault, each with the reasons.
 
     A rank is at fault in three cases: it did not answer, its values arrived wrong at most other ranks, or it
@@ -115,7 +118,7 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
     """
     # The ranks whose values arrived wrong at most other ranks, with the reason.
     bad_senders = _find_bad_senders(answers)
-    blame = {}
+    reasons_by_rank = {}
     for rank in range(len(hosts)):
         reasons = []
         if rank not in answers:
@@ -130,8 +133,8 @@ def _find_blame(hosts: Sequence[str], answers: Mapping[int, Answer], timeout_s: 
         if rank in bad_senders:
             reasons.append(bad_senders[rank])
         if reasons:
-            blame[rank] = reasons
-    return blame
+            reasons_by_rank[rank] = reasons
+    return reasons_by_rank
 
 
 def _find_bad_senders(answers: Mapping[int, Answer]) -> dict[int, str]:
@@ -157,12 +160,13 @@ def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> list[Che
     containers on one machine, these may differ. The boot id is equal in both, so it shows that the machine is
     the same.
     """
+    if not answer.machine or not answer.device.startswith("cuda"):
+        return []
     hosts = set()
     for peer in answers.values():
-        is_same_machine = answer.machine != "" and peer.machine == answer.machine
-        if is_same_machine and peer.nccl_host != answer.nccl_host:
+        if peer.machine == answer.machine and peer.nccl_host != answer.nccl_host:
             hosts.add(peer.host)
-    if not hosts or not answer.device.startswith("cuda"):
+    if not hosts:
         return []
     warning = Check(
         name="machine",
@@ -176,11 +180,12 @@ def _compare_machines(answer: Answer, answers: Mapping[int, Answer]) -> list[Che
 
 def _compare_clocks(answer: Answer, answers: Mapping[int, Answer]) -> list[Check]:
     """Return a warning if the clock of this rank's node differs from the other clocks, and otherwise []."""
-    # One warning per node is enough. Only the first rank of each node has checks. The time is 0 if the
-    # collective failed.
-    if not answer.time_s or not answer.checks:
+    # One warning per node is enough, and only the first rank of each node has checks.
+    if not answer.checks:
         return []
-    times_s = [peer.time_s for peer in answers.values() if peer.time_s]
+    if answer.time_s == 0:  # the collective of this rank has failed, so its time was not taken
+        return []
+    times_s = [peer.time_s for peer in answers.values() if peer.time_s != 0]
     remark = clock_remark(answer.time_s, times_s)
     if not remark:
         return []
@@ -191,21 +196,21 @@ def _judge_node(
     host: str,
     ranks: Sequence[int],
     answers: Mapping[int, Answer],
-    blame: Mapping[int, Sequence[str]],
+    reasons_by_rank: Mapping[int, Sequence[str]],
     has_suspects: bool,
 ) -> NodeVerdict:
     """Return the verdict on one node.
 
     Parameters
     ----------
-    blame : the reasons for each rank that is at fault.
+    reasons_by_rank : the reasons for each rank that is at fault.
     has_suspects : True if any rank is at fault, or if a check failed on any node.
     """
     checks: list[Check] = []
     reasons: list[str] = []
     errors: list[str] = []
     for rank in ranks:
-        reasons += blame.get(rank, ())
+        reasons += reasons_by_rank.get(rank, ())
         answer = answers.get(rank)
         if answer is None:
             continue
@@ -331,13 +336,13 @@ def _host() -> str:
     The number is needed because the host names of two containers may be equal.
     """
     node_rank = os.environ.get("GROUP_RANK")
-    if node_rank and _has_peers():
+    if node_rank and _has_several_nodes():
         return f"{platform.node()} (node {node_rank})"
     return platform.node()
 
 
-def _has_peers() -> bool:
-    """Return whether the run has other nodes."""
+def _has_several_nodes() -> bool:
+    """Return whether the run has other nodes than this one."""
     nodes = os.environ.get("GROUP_WORLD_SIZE")  # torchrun sets it; a rank that MPI started has none
     if nodes:
         return nodes != "1"
@@ -351,15 +356,17 @@ def _add_node_checks(answer: Answer) -> Answer:
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return answer
-    # 2 means a run on several nodes, in which problems of NCCL between nodes are failures. With 1, they are
-    # only warnings. Runs on CPUs use Gloo, which does not have these problems.
-    nnodes = 1
-    if _has_peers() and os.environ.get("IMGKIT_DEVICE") == "cuda":
-        nnodes = 2
+    # A run on CPUs uses Gloo, so problems of NCCL between nodes are only warnings for it.
+    uses_nccl = os.environ.get("IMGKIT_DEVICE") == "cuda"
     try:
         host = facts.gather()
-        reader = facts.Reader(root=facts.root_of(os.environ))
-        checks = examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
+        checks = examine(
+            host,
+            facts.system_facts(),
+            os.environ,
+            reader=facts.Reader(root=facts.root_of(os.environ)),
+            has_several_nodes=uses_nccl and _has_several_nodes(),
+        )
     except ImgkitError as error:
         failure = Check(name="checks", verdict="fail", evidence=error.what, fix=error.hint or "")
         return dataclasses.replace(answer, checks=(failure,))

@@ -57,14 +57,13 @@ class Work:
 def excess_of_ends(first: int, end: int, intervals: int) -> float:
     """Return by how much a sum over ``range(first, end)`` is too large if all points have the weight 1.
 
-    In the trapezoid rule, the first and the last point have the weight 1/2. The integrand 4/(1+x^2) is 4 at x
-    = 0 and 2 at x = 1. So the first point contributes 2 too much, the last point 1, and all other points 0.
+    In the trapezoid rule, the first point (0) and the last point (`intervals`) have the weight 1/2.
     """
     excess = 0.0
-    if first == 0 < end:
-        excess += 2.0
-    if first <= intervals < end:
-        excess += 1.0
+    if 0 in range(first, end):
+        excess += 4.0 / 2  # half of 4/(1+x^2) at x = 0
+    if intervals in range(first, end):
+        excess += 2.0 / 2  # half of 4/(1+x^2) at x = 1
     return excess
 
 
@@ -127,20 +126,21 @@ def partial_sum(first: int, end: int, intervals: int, ranks: Ranks) -> float:
 
     largest_block = BLOCK_CUDA if ranks.device.type == "cuda" else BLOCK
     block = max(1, min(largest_block, end - first))
-    # 4/(1+(i/n)^2) is computed as 4 n^2 * 1/(n^2+i^2). In this form, all values are integers until the
-    # division, and one pass over the block is saved.
-    square = float(intervals) ** 2
-    points = torch.arange(first, first + block, dtype=torch.float64, device=ranks.device)
-    offset = torch.full((), square, dtype=torch.float64, device=ranks.device)
-    values = torch.empty_like(points)
+    # With n intervals, 4/(1+(i/n)^2) is computed as 4 n^2 * 1/(n^2+i^2). In this form, all values are
+    # integers until the division, and one pass over the block is saved.
+    n_squared = float(intervals) ** 2
+    n_squared_tensor = torch.full((), n_squared, dtype=torch.float64, device=ranks.device)
+    indices = torch.arange(first, first + block, dtype=torch.float64, device=ranks.device)
+    values = torch.empty_like(indices)  # these two tensors are used again for each block
     sums = []
     for start in range(first, end, block):
-        torch.addcmul(offset, points, points, out=values)
+        torch.addcmul(n_squared_tensor, indices, indices, out=values)  # n^2 + i * i
         values.reciprocal_()
+        # The last block may be shorter. For all others, the slice is the whole block.
         sums.append(values[: end - start].sum().item())
-        points += block
+        indices += block
     # math.fsum adds the sums of the blocks without accumulating rounding errors.
-    return 4.0 * square * math.fsum(sums) - excess_of_ends(first, end, intervals)
+    return 4.0 * n_squared * math.fsum(sums) - excess_of_ends(first, end, intervals)
 
 
 def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float, Work]:

@@ -104,13 +104,15 @@ def _choose_device(local_rank: int) -> torch.device:
 def refuse(text: str, exit_code: int) -> NoReturn:
     """Print the lines of `text` once per node, and end this worker with `exit_code`.
 
-    Every rank of the node calls this function. Local rank 0 prints the lines and exits, and torchrun then
-    ends all other workers while they wait. If a worker is still running after `REFUSE_S`, it was not started
-    by torchrun, or it is the only one with this problem. It then prints the lines, too.
+    Every rank of the node calls this function. Local rank 0 prints the lines and exits. torchrun then ends
+    the other workers, while they wait for up to 5 s. If a worker is still running after this time, it was not
+    started by torchrun, or it is the only one with this problem. It then prints the lines, too.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(REFUSE_S)
-    if not user_program.record_error(text):
+    # If there is a node agent, it prints the recorded error after the run, and must be the only one to do so.
+    is_recorded = user_program.record_error(text)
+    if not is_recorded:
         terminal.print_messages(*text.split("\n"))
     sys.exit(exit_code)
 
@@ -156,13 +158,17 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
 
 
 def _report_error(error: BaseException) -> int:
-    """Report an error that has ended the program of a worker, and return the exit code of the process."""
+    """Report an error that has ended the program of a worker, and return the exit code of the process.
+
+    `run_worker` has set sys.excepthook to `user_program.excepthook`, which reports the error to the node
+    agent (imgkit's process on each node), or prints it. A library may have set another one since.
+    """
     if not isinstance(error, SystemExit):
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except ValueError:  # torch 2.3 installs its own excepthook, which fails without a process group
             user_program.excepthook(type(error), error, error.__traceback__)
-        return EXIT_NO
+        return EXIT_NO  # 1, as for any Python program that ends with an exception
     # sys.exit accepts an exit code, None for success, or a message.
     if error.code is None:
         return 0

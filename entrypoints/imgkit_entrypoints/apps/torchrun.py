@@ -53,7 +53,7 @@ from imgkit_entrypoints.errors import EXIT_NO
 from imgkit_entrypoints.launch import cores, failures, start_up, stop_protocol, user_program
 
 # Prefix of the modules of imgkit's own programs, such as imgkit_entrypoints.apps.train.
-_OWN = "imgkit_entrypoints.apps."
+_OWN_PREFIX = "imgkit_entrypoints.apps."
 # Seconds between two checks for the file with which the node agent allows this process to exit.
 RELEASE_POLL_S = 0.02
 LOGGERS = [
@@ -99,17 +99,17 @@ class LossyOutput(io.FileIO):
             return len(data)
 
 
-def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
-    """Run torchrun, and report failed workers to the node agent instead of printing a traceback.
+def run_torchrun(run: Callable[[], None], *, is_own_program: bool) -> None:
+    """Run torchrun, and report errors to the node agent instead of printing a traceback.
 
-    If the node agent ends torchrun by a signal, nothing is printed. Other signals are blocked, or end
-    torchrun immediately.
+    The node agent is imgkit's process on each node, which has started torchrun. It reads the errors of failed
+    workers, or of torchrun itself, from files, and prints them.
 
     Parameters
     ----------
     run : function that runs torchrun, such as ``torch.distributed.run.main``.
-    is_imgkits : True if the workers run a program of this package. The exit codes of these programs have a
-        meaning, so torchrun exits with the same code.
+    is_own_program : True if the workers run a program of this package. The exit codes of these programs have
+        a meaning, so torchrun exits with the same code.
     """
     for logger in LOGGERS:
         logger.handlers = [LogHandler()]  # writes to the node agent's log instead of the terminal
@@ -118,13 +118,13 @@ def run_torchrun(run: Callable[[], None], *, is_imgkits: bool) -> None:
         run()
     except ChildFailedError as error:
         user_program.print_to_log(traceback.format_exc().rstrip("\n"))
-        sys.exit(_note_failed_workers(error, is_imgkits=is_imgkits))
-    except api.SignalException as error:
+        sys.exit(_record_failed_workers(error, is_own_program=is_own_program))
+    except api.SignalException as error:  # the node agent has ended torchrun, and reports the reason itself
         sys.exit(128 + error.sigval)  # the exit code of a process that a signal has ended, as in a shell
     except Exception:
         text = traceback.format_exc().rstrip("\n")
-        # The result is False if the file cannot be written, for example because there is no node agent.
-        if not failures.write_torchrun_error(os.environ, text):
+        is_recorded = failures.write_torchrun_error(os.environ, text)
+        if not is_recorded:  # for example, there is no node agent
             raise
         user_program.print_to_log(text)
         sys.exit(EXIT_NO)
@@ -137,41 +137,38 @@ def on_signal(number: int, frame: FrameType | None) -> None:
     _TORCH_ON_SIGNAL(number, frame)
 
 
-def _note_failed_workers(error: ChildFailedError, *, is_imgkits: bool) -> int:
+def _record_failed_workers(error: ChildFailedError, *, is_own_program: bool) -> int:
     """Record the exit codes of failed workers for the node agent, and return the exit code of torchrun.
 
     The node agent is imgkit's process on each node, which has started torchrun. It reads the codes to explain
     the failure. torchrun exits with the code of the first worker that failed if the workers run a program of
-    this package (`is_imgkits`), and otherwise with a fixed code.
+    this package (`is_own_program`), and otherwise with a fixed code.
     """
     # The first failure in time is the cause. torchrun itself ended the other workers after it.
-    first_rank, first_failure = error.get_first_failure()
+    failed_rank, first_failure = error.get_first_failure()
     codes = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    # The difference is the rank of this node's first worker.
-    codes.update(_find_failed_forks(first_rank - first_failure.local_rank))
-    failures.write_exit_codes(os.environ, codes, runs_own_program=is_imgkits)
-    if is_imgkits and first_failure.exitcode > 0:  # if a signal ended the worker, the exit code is negative
+    # For forked workers, `error.failures` has only one failure, and not always the first one.
+    first_rank_of_node = failed_rank - first_failure.local_rank
+    codes.update(_find_failed_forks(first_rank_of_node))
+    failures.write_exit_codes(os.environ, codes, runs_own_program=is_own_program)
+    if is_own_program and first_failure.exitcode > 0:  # if a signal ended the worker, the code is negative
         return int(first_failure.exitcode)
     return EXIT_NO
 
 
-_FORKS: list[api.MultiprocessContext] = []
-"""The current group of forked workers, or empty.
+_forked_workers: list[Any] = []
+"""The processes of the current forked workers, by local rank. Empty if workers are started in another way.
 
-It is kept because torch reports only one failure of forked workers, and not always the first one.
+The function that replaces torch's `_is_done` keeps them here for `_find_failed_forks`.
 """
 
 
-def _find_failed_forks(first_rank: int) -> dict[int, int]:
-    """Return the exit codes of forked workers that failed, by rank.
-
-    `first_rank` is the rank of the first worker on this node.
-    """
+def _find_failed_forks(first_rank_of_node: int) -> dict[int, int]:
+    """Return the exit codes of forked workers that failed, by rank."""
     codes: dict[int, int] = {}
-    for group in _FORKS:
-        for rank, process in enumerate(group._pc.processes, first_rank):
-            if process.exitcode:
-                codes[rank] = process.exitcode
+    for rank, process in enumerate(_forked_workers, first_rank_of_node):
+        if process.exitcode not in (None, 0):  # None: the process is still running
+            codes[rank] = process.exitcode
     return codes
 
 
@@ -188,19 +185,22 @@ def exit_barrier(agent: SimpleElasticAgent) -> None:
     """Wait until torchrun may exit. This replaces torchrun's own barrier at the end of a run.
 
     The torchrun on node 0 runs the server of torch's key-value store, so it must outlive the workers of all
-    nodes. It waits here until the node agent creates a file. The other nodes need not wait. torchrun's own
-    barrier is a counter in the store. Other programs on the network can write to the store, and could delay
-    the barrier for five minutes.
+    nodes. It waits until the node agent creates a file, which it does when all other nodes have ended. The
+    other nodes need not wait. torchrun's own barrier is a counter in the store. Other programs on the network
+    can write to the store, and could delay the barrier for five minutes.
     """
     folder = os.environ.get("IMGKIT_STOP_DIR")
     if not folder:  # there is no node agent
         _TORCH_EXIT_BARRIER(agent)
         return
-    group = agent._worker_group  # its rank is the rank of this node, and its size the number of nodes
-    if group.group_rank != 0 or group.group_world_size == 1:
+    group = agent._worker_group
+    node_rank, nnodes = group.group_rank, group.group_world_size
+    if node_rank != 0 or nnodes == 1:
         return
-    # If a program that cleans up /tmp has removed the folder, the file cannot be created any more.
-    while Path(folder).exists() and not Path(folder, stop_protocol.RELEASE).exists():
+    release_file = Path(folder, stop_protocol.RELEASE)
+    # If a program that cleans up /tmp has removed the folder, the file cannot be created any more. If the
+    # node agent is gone, the parent process of torchrun (launch/guard.py) ends this process.
+    while Path(folder).exists() and not release_file.exists():
         time.sleep(RELEASE_POLL_S)
 
 
@@ -239,9 +239,9 @@ def run_with_forks() -> None:
     module = _find_own_module(argv)
     if module:
         importlib.import_module(module)
-    # If a worker fails, torch ends the other workers by TERM, which workers block. So replace TERM by HUP.
-    popen_fork.Popen.terminate = _hang_up  # type: ignore[assignment, method-assign]
-    count_exited_forks()
+    # If a worker fails, torch ends the others by `terminate`. It sends TERM, which workers block.
+    popen_fork.Popen.terminate = _send_hangup  # type: ignore[assignment, method-assign]
+    _accept_exits_of_forks()
     elastic_launch(config, run_forked_worker)(*argv)
 
 
@@ -258,20 +258,21 @@ def _can_fork_workers() -> bool:
     return True
 
 
-def count_exited_forks() -> None:
+def _accept_exits_of_forks() -> None:
     """Change torchrun so that a forked worker counts as succeeded if its exit code is 0.
 
     torchrun waits for the return value of the function that each fork runs. Here this function ends the
     process and never returns, so torchrun would wait forever. Therefore a return value is added for each fork
-    with the exit code 0.
+    with the exit code 0. All names with an underscore below are private to torch.
     """
     torch_is_done = api.MultiprocessContext._is_done
 
+    # torchrun calls this function again and again while workers run.
     def is_done(group: api.MultiprocessContext) -> bool:
-        _FORKS[:] = [group]  # for `_find_failed_forks`
-        for rank, process in enumerate(group._pc.processes):
+        _forked_workers[:] = group._pc.processes
+        for local_rank, process in enumerate(group._pc.processes):
             if process.exitcode == 0:
-                group._return_values.setdefault(rank, None)
+                group._return_values.setdefault(local_rank, None)
         return bool(torch_is_done(group))
 
     api.MultiprocessContext._is_done = is_done
@@ -280,7 +281,7 @@ def count_exited_forks() -> None:
 _ORIGINAL_TERMINATE = popen_fork.Popen.terminate
 
 
-def _hang_up(process: popen_fork.Popen) -> None:
+def _send_hangup(process: popen_fork.Popen) -> None:
     """End a forked worker by HUP if it is still running."""
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
@@ -294,7 +295,7 @@ def _find_own_module(argv: Sequence[str]) -> str:
     module, which imports everything that the program needs.
     """
     for argument in argv:
-        if not argument.startswith(_OWN):
+        if not argument.startswith(_OWN_PREFIX):
             continue
         spec = importlib.util.find_spec(argument)
         if spec is not None and spec.submodule_search_locations:
@@ -305,17 +306,17 @@ def _find_own_module(argv: Sequence[str]) -> str:
 
 def run_forked_worker(*argv: str) -> None:
     """Run a worker in a forked process, as ``python3 ARGV`` would, and end the process."""
-    # The fork has inherited torchrun's changed Popen.terminate and its signal handlers. Undo both, because
-    # they must not affect the program of the worker.
+    # The fork has inherited what `run_with_forks` and torchrun have changed. It must not affect the program.
     popen_fork.Popen.terminate = _ORIGINAL_TERMINATE  # type: ignore[method-assign]
-    for number in (signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)
+    for handled_signal in (signal.SIGHUP, signal.SIGQUIT):  # torchrun's handlers raise an exception
+        signal.signal(handled_signal, signal.SIG_DFL)
     # Run on the processors near this rank's GPU.
     cores.bind_to_cpus(os.environ, int(os.environ["LOCAL_RANK"]))
     module = _find_own_module(argv)
     if module:
         run_worker(lambda: _run_own_module(module, argv))
     else:
+        # A program of the user may have started threads, or registered functions to call at its exit.
         run_worker(lambda: _run_user_program(argv), end=_finish_interpreter)
 
 
@@ -329,14 +330,19 @@ def _finish_interpreter() -> None:
 
 
 def _run_own_module(module: str, argv: Sequence[str]) -> None:
-    """Run a module of this package as the main program.
+    """Run a program of this package as the main program, as ``python3 -m PROGRAM OPTIONS`` does.
 
-    The module was already imported before the fork, so that its own imports happen only once.
+    Parameters
+    ----------
+    module : the program's module, which was imported before the fork. If the program is a package, this is
+        its ``__main__`` module.
+    argv : command of the worker, such as ``-u -m imgkit_entrypoints.apps.train --steps 10``.
     """
-    option = argv.index("-m")
-    program, *options = argv[option + 1 :]
-    sys.argv = ["-m", *options]
-    sys.modules.pop(module, None)  # runpy warns if the module is already imported
+    module_option = argv.index("-m")
+    program, *options = argv[module_option + 1 :]
+    sys.argv = ["-m", *options]  # as Python does, runpy replaces "-m" by the path of the module
+    # runpy executes the module again, and warns if it is imported. What the module has imported stays so.
+    sys.modules.pop(module, None)
     runpy.run_module(program, run_name="__main__", alter_sys=True)
 
 
@@ -368,5 +374,5 @@ if __name__ == "__main__":
     start = main
     if os.environ.get("IMGKIT_START") == "fork":
         start = run_with_forks
-    is_imgkits = any(argument.startswith(_OWN) for argument in sys.argv)
-    run_worker(lambda: run_torchrun(start, is_imgkits=is_imgkits))
+    is_own_program = any(argument.startswith(_OWN_PREFIX) for argument in sys.argv)
+    run_worker(lambda: run_torchrun(start, is_own_program=is_own_program))

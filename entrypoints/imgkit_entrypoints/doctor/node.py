@@ -47,12 +47,8 @@ def parse_options(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int:
+def main(argv: Sequence[str], env: Mapping[str, str]) -> int:
     """Check this node, print the report, and return the exit code, which is 1 if a check fails.
-
-    Parameters
-    ----------
-    nnodes : number of nodes of the run. On one node, a problem between nodes is only a warning.
 
     Raises
     ------
@@ -62,10 +58,10 @@ def main(argv: Sequence[str], env: Mapping[str, str], *, nnodes: int = 1) -> int
     host = facts.gather(env=env)
     system = facts.system_facts(env=env)
     if options.known_issues:
-        _print_issues(host.hostname, _choose_plan(host, system, env, nnodes).issues, as_json=options.json)
+        _print_issues(host.hostname, _choose_plan(host, system, env).issues, as_json=options.json)
         return 0
     # The root is not "/" if the facts come from a saved tree of files (IMGKIT_ROOT).
-    checks = examine(host, system, env, reader=Reader(root=facts.root_of(env)), nnodes=nnodes)
+    checks = examine(host, system, env, reader=Reader(root=facts.root_of(env)))
     has_passed = passed(checks, strict=options.strict)
     if options.json:
         rows = [dataclasses.asdict(check) for check in checks]
@@ -92,7 +88,7 @@ def examine(
     env: Mapping[str, str],
     *,
     reader: Reader,
-    nnodes: int = 1,
+    has_several_nodes: bool = False,
 ) -> tuple[Check, ...]:
     """Run every check on this node, and return the results.
 
@@ -104,15 +100,16 @@ def examine(
     system : what the image's recipe says about the cluster, or None if the image has no recipe.
     env : the environment of this process.
     reader : reads files that are needed only by dist-doctor and are not part of `host`.
-    nnodes : number of nodes of the run. On one node, a problem between nodes is only a warning.
+    has_several_nodes : True if a problem of NCCL between nodes is a failure, because the run has several
+        nodes. Otherwise, such a problem is only a warning.
     """
     node = CheckedNode(
         facts=host,
         has_recipe=system is not None,
         system=system or SystemFacts(),
         env=_remove_decided_variables(env),
-        plan=_choose_plan(host, system, env, nnodes),
-        has_several_nodes=nnodes > 1,
+        plan=_choose_plan(host, system, env),
+        has_several_nodes=has_several_nodes,
         reader=reader,
     )
     results: list[Check] = []
@@ -130,14 +127,12 @@ def _remove_decided_variables(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in env.items() if name not in decided}
 
 
-def _choose_plan(
-    host: HostFacts, system: SystemFacts | None, env: Mapping[str, str], nnodes: int
-) -> FabricPlan:
-    """Return the network plan for a run on several nodes, even if this run has only one node.
+def _choose_plan(host: HostFacts, system: SystemFacts | None, env: Mapping[str, str]) -> FabricPlan:
+    """Return the network plan for a run on two nodes, even if this run has another number of nodes.
 
     Users run dist-doctor on one node to learn whether a run on several nodes would work.
     """
-    return fabric.choose_fabric(host, system, _remove_decided_variables(env), nnodes=max(2, nnodes))
+    return fabric.choose_fabric(host, system, _remove_decided_variables(env), nnodes=2)
 
 
 def passed(checks: Sequence[Check], *, strict: bool = False) -> bool:

@@ -56,27 +56,31 @@ class Environment(dict[str, str]):
         super().__init__(variables)
         self.read = read
 
-    def present(self, *names: str) -> tuple[str, ...]:
+    def find_set(self, *names: str) -> tuple[str, ...]:
         """Return the variables among `names` that are set."""
         return tuple(name for name in names if self.get(name))
 
-    def first_set(self, names: Sequence[str]) -> str:
+    def has_all(self, names: Sequence[str]) -> bool:
+        """Return whether all variables `names` are set."""
+        return len(self.find_set(*names)) == len(names)
+
+    def find_first_set(self, names: Sequence[str]) -> str:
         """Return the first variable among `names` that is set, or "" if none is."""
         for name in names:
             if self.get(name):
                 return name
         return ""
 
-    def first_name(self, names: Sequence[str]) -> str:
+    def choose_name(self, names: Sequence[str]) -> str:
         """Return the first variable among `names` that is set.
 
         If none is set, return the first of `names`, so that an error can name it.
         """
-        return self.first_set(names) or names[0]
+        return self.find_first_set(names) or names[0]
 
     def quote(self, *names: str) -> str:
         """Return the variables among `names` that are set, as ``NAME=VALUE, NAME=VALUE`` for an error."""
-        return ", ".join(f"{name}={self[name]}" for name in self.present(*names))
+        return ", ".join(f"{name}={self[name]}" for name in self.find_set(*names))
 
     def read_number(self, name: str, *, least: int = 0) -> int:
         """Return the whole number in the variable `name`.
@@ -140,7 +144,7 @@ class Environment(dict[str, str]):
         """
         if nnodes == 1:
             return 0, nnodes_from
-        name = self.first_set(variables)
+        name = self.find_first_set(variables)
         if name:
             return self.read_number(name), name
         position = self.find_position(hosts.names)
@@ -175,7 +179,7 @@ class Environment(dict[str, str]):
         """Return the hosts of the run: those in IMGKIT_NODES if it is set, otherwise those of the launcher.
 
         On some clusters, each node has a second name on the fast network. The user then lists these names in
-        IMGKIT_NODES.
+        IMGKIT_NODES. In a run on one node, its hosts are not used.
 
         Parameters
         ----------
@@ -187,7 +191,9 @@ class Environment(dict[str, str]):
         NoPlan : the number of hosts in IMGKIT_NODES differs from `nnodes`.
         """
         requested = self.requested_nodes()
-        if not requested or nnodes == 1:
+        if not requested:
+            return launcher_hosts
+        if nnodes == 1:  # no other node connects to this one, and the list may be for a run on more nodes
             return launcher_hosts
         if len(requested) != nnodes:
             raise NoPlan(
@@ -209,5 +215,5 @@ class Environment(dict[str, str]):
             return self["IMGKIT_HEAD"], "IMGKIT_HEAD"
         if hosts.names:
             return hosts.names[0], hosts.variable
-        name = self.first_set(variables)
+        name = self.find_first_set(variables)
         return self.get(name, ""), name

@@ -88,26 +88,35 @@ def fold_hosts(hosts: Iterable[str]) -> str:
     `expand_nodelist` does the reverse. In each name, only one number can become part of a range: the last
     number before the first dot. In an address such as 10.0.0.7, it is the last number.
     """
-    numbers_by_pattern: dict[str, list[str]] = {}  # {"n*": ["3", "4", "5", "9"]}
+    numbers_by_pattern: dict[str, list[str]] = {}  # {"n*": ["3", "4", "5", "9"], "login": []}
     for host in hosts:
-        # "n3.cluster.org" has the label "n3" with the number 3.
-        label, dot, domain = host.partition(".")
-        if label.isdigit():  # an address such as 10.0.0.7 is a single label without a domain
-            label, dot, domain = host, "", ""
-        match = _NUMBERED.fullmatch(label)
-        if match is None:
-            numbers_by_pattern[host] = []  # a name without a number stays as it is
-            continue
-        before, number, after = match.groups()
-        pattern = f"{before}*{after}{dot}{domain}"
-        numbers_by_pattern.setdefault(pattern, []).append(number)
+        pattern, number = _split_at_number(host)
+        numbers = numbers_by_pattern.setdefault(pattern, [])
+        if number:
+            numbers.append(number)
     names = []
     for pattern, numbers in numbers_by_pattern.items():
         ranges = number_ranges(numbers)
         if len(set(numbers)) > 1:
             ranges = f"[{ranges}]"
-        names.append(pattern.replace("*", ranges))
+        names.append(pattern.replace("*", ranges))  # without a number, there is no "*" to replace
     return ",".join(names)
+
+
+def _split_at_number(host: str) -> tuple[str, str]:
+    """Return a host with ``*`` instead of its last number, and the number: ``"n3-ib" -> "n*-ib", "3"``.
+
+    A host name has its number before the first dot, and an address at its end: ``n3.cluster.org`` and
+    ``10.0.0.7``. If there is no number, return the host unchanged, and "".
+    """
+    label, dot, domain = host.partition(".")
+    if label.isdigit():  # an address
+        label, dot, domain = host, "", ""
+    match = _NUMBERED.fullmatch(label)
+    if match is None:
+        return host, ""
+    before, number, after = match.groups()
+    return f"{before}*{after}{dot}{domain}", number
 
 
 def number_ranges(numbers: Iterable[str]) -> str:
@@ -151,11 +160,11 @@ def _combine_parts(parts: Sequence[_NamePart]) -> list[str]:
         has one.
     """
     brackets = [index for index, part in enumerate(parts) if part.is_bracket]
-    # The indexes of the brackets, from the one that varies slowest to the fastest. The last bracket varies
-    # fastest. Slurm expands the brackets before it from right to left, so the first of them varies second
-    # fastest.
+    # The indexes of the brackets, from the one that varies slowest to the fastest. For a[1-2]b[1-2]c[1-2],
+    # the order is b, a, c, and the names are a1b1c1, a1b1c2, a2b1c1, a2b1c2, a1b2c1 and so on.
     slowest_first = [*reversed(brackets[:-1]), *brackets[-1:]]
     names = []
+    # The last iterable of itertools.product varies fastest.
     for chosen_numbers in itertools.product(*(parts[index].choices for index in slowest_first)):
         part_texts = [part.choices[0] for part in parts]
         for index, number in zip(slowest_first, chosen_numbers, strict=True):
@@ -175,9 +184,15 @@ class _Expansion:
         self.where = where
 
     def read_hosts(self) -> list[str]:
-        """Return the hosts of the whole list, item by item. Commas outside of brackets separate items."""
+        """Return the hosts of the whole list, item by item. Commas outside of brackets separate items.
+
+        Raises
+        ------
+        NoPlan : the list is malformed or has too many hosts.
+        """
         hosts: list[str] = []
         start = 0
+        # After a final comma, `start` is the length of the text. `read_item` refuses the empty item there.
         while start <= len(self.text):
             names, end = self.read_item(start)
             if len(hosts) + len(names) > MAX_HOSTS:
@@ -198,14 +213,14 @@ class _Expansion:
             part, end = self.read_part(position)
             parts.append(part)
             # Check before the names are built. A short list can stand for more names than fit into memory.
-            # `refuse` raises an error.
             host_count *= len(part.choices)
             if host_count > MAX_HOSTS:
-                self.refuse(position, f"more than {MAX_HOSTS} hosts")
+                self.refuse(position, f"more than {MAX_HOSTS} hosts")  # raises NoPlan
             position = end
         if not parts:
             self.refuse(start, "a host name is missing")
-        # The last number of a bracket is usually the longest.
+        # The last number of a bracket is usually the longest. If another one is, a name may be a little too
+        # long, which does no harm.
         if sum(len(part.choices[-1]) for part in parts) > LONGEST_NAME:
             self.refuse(start, f"a host name of more than {LONGEST_NAME} characters")
         return _combine_parts(parts), position

@@ -30,8 +30,8 @@ PLAIN = ("RANK", "WORLD_SIZE", "MASTER_ADDR")
 
 def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables that show a pod of a training operator, or () outside of such a pod."""
-    names = env.present(*OWN)
-    if env.present(*PLAIN) == PLAIN and not _is_rank(env):
+    names = env.find_set(*OWN)
+    if env.has_all(PLAIN) and not _is_rank(env):
         return (*names, *PLAIN)
     return names
 
@@ -40,7 +40,7 @@ def _is_rank(env: Environment) -> bool:
     """Return whether the variables in `PLAIN` describe one of several processes on a node, and not a pod."""
     # With --direct, the user says that this process is a rank. It may then have the local rank 0 without
     # being a pod.
-    if env.get("IMGKIT_DIRECT") == "1" and env.present("LOCAL_RANK"):
+    if env.get("IMGKIT_DIRECT") == "1" and env.get("LOCAL_RANK"):
         return True
     return (env.get("LOCAL_RANK") or "0") != "0" or (env.get("LOCAL_WORLD_SIZE") or "1") != "1"
 
@@ -55,7 +55,7 @@ def find_placement(env: Environment) -> Placement:
     NoPlan : the number of pods is a range, the rank is not below that number, or the address of the first pod
         is unknown.
     """
-    nnodes_from = env.first_set(("PET_NNODES", "WORLD_SIZE"))
+    nnodes_from = env.find_first_set(("PET_NNODES", "WORLD_SIZE"))
     if ":" in env.get("PET_NNODES", ""):
         raise NoPlan(
             "the number of pods is a range, but a run has a fixed number of nodes",
@@ -69,7 +69,7 @@ def find_placement(env: Environment) -> Placement:
         # WORLD_SIZE is ambiguous, because it counts pods in one operator and processes in another. So
         # --nnodes decides.
         nnodes, nnodes_from = requested, "IMGKIT_NNODES"
-    rank_from = env.first_set(("PET_NODE_RANK", "RANK"))
+    rank_from = env.find_first_set(("PET_NODE_RANK", "RANK"))
     node_rank = env.read_number(rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
     if node_rank >= nnodes:
         raise NoPlan(
@@ -80,7 +80,7 @@ def find_placement(env: Environment) -> Placement:
     job_id = env.get("PET_RDZV_ID", "")
     hosts = env.choose_hosts(nnodes, HostList())
     head, head_from = env.find_head(nnodes, hosts, "PET_MASTER_ADDR", "MASTER_ADDR")
-    port_from = env.first_set(("PET_MASTER_PORT", "MASTER_PORT"))
+    port_from = env.find_first_set(("PET_MASTER_PORT", "MASTER_PORT"))
     # PET_RDZV_ENDPOINT is "HOST:PORT" or "HOST". It takes precedence over MASTER_ADDR, but not over
     # PET_MASTER_ADDR and the variables of the user.
     endpoint = env.get("PET_RDZV_ENDPOINT", "")

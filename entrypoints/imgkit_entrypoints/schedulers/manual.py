@@ -20,8 +20,8 @@ NAME = "manual"
 def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables that request several nodes. Flags count as their variables."""
     if env.get("IMGKIT_NNODES", "1") == "1":
-        return env.present(NODES)
-    return ("IMGKIT_NNODES", *env.present(NODES))
+        return env.find_set(NODES)
+    return ("IMGKIT_NNODES", *env.find_set(NODES))
 
 
 def find_placement(env: Environment) -> Placement:
@@ -36,7 +36,7 @@ def find_placement(env: Environment) -> Placement:
         nnodes_from = "IMGKIT_NNODES"
         nnodes = env.read_number(nnodes_from, least=1)
     else:
-        nnodes_from = env.first_set((NODES,))
+        nnodes_from = env.find_first_set((NODES,))
         nnodes = max(1, len(listed))
     if listed and len(listed) != nnodes and nnodes > 1:
         raise NoPlan(

@@ -7,10 +7,8 @@ several ranks per node, every process already is a worker (direct mode).
 Notes
 -----
 No launcher passes on a list of hosts or the address of node 0. So the user must pass on IMGKIT_NODES or
-    IMGKIT_HEAD,
-unless PBS' node file can be read. The launcher must not bind its processes to processors. By default, it
-    would bind all
-workers of a node to the same core.
+IMGKIT_HEAD, unless PBS' node file can be read. The launcher must not bind its processes to processors. By
+default, it would bind all workers of a node to the same core.
 """
 
 from __future__ import annotations
@@ -67,18 +65,18 @@ class MpiLauncher:
     """Variables that the command line of the launcher passes on if they are set."""
     program: str
     """The launcher's program, such as ``mpirun``."""
-    count: str
+    count_option: str
     """Option before the number of processes, such as ``-n``."""
-    once_per_node: tuple[str, ...]
+    once_per_node_options: tuple[str, ...]
     """Options that start one process on each node, without binding it to processors."""
     export: tuple[str, ...]
     """Options that set the variable {name} to {value} for the processes."""
 
     def claims(self, env: Environment) -> tuple[str, ...]:
         """Return the variables that show this launcher, or () if it has not started this process."""
-        if self.shown_with and not env.present(*self.shown_with):
+        if self.shown_with and not env.find_set(*self.shown_with):
             return ()
-        return env.present(*self.shown_by)
+        return env.find_set(*self.shown_by)
 
     def export_options(self, name: str, value: str) -> tuple[str, ...]:
         """Return the options that set a variable for all processes, such as ``-x NAME=VALUE``."""
@@ -102,11 +100,19 @@ class MpiLauncher:
         exports: list[str] = []
         for name, value in (forward or {}).items():
             exports += self.export_options(name, value)
-        return (self.program, self.count, str(nnodes), *self.once_per_node, *exports, *options, *command)
+        return (
+            self.program,
+            self.count_option,
+            str(nnodes),
+            *self.once_per_node_options,
+            *exports,
+            *options,
+            *command,
+        )
 
     def per_node_command(self, command: Sequence[str], *, nnodes: int, env: Environment) -> str:
         """Return the line that starts `command` on all nodes, for the error about a start on one node."""
-        forward = {name: env[name] for name in env.present(*self.forward)}
+        forward = {name: env[name] for name in env.find_set(*self.forward)}
         return shlex.join(self.start_argv(command, nnodes=nnodes, forward=forward))
 
     def find_placement(self, env: Environment) -> Placement:
@@ -124,28 +130,29 @@ class MpiLauncher:
         ranks = self._read_ranks(env, len(hosts.names))
         nnodes = ranks.world_size // ranks.local_world_size
         self._check_hosts(env, nnodes, hosts)
-        node_rank, node_rank_from = self._node_rank(env, ranks, nnodes)
-        head, head_from = env.find_head(nnodes, hosts, "MASTER_ADDR")
+        node_rank, node_rank_variable = self._find_node_rank(env, ranks, nnodes)
+        head, head_variable = env.find_head(nnodes, hosts, "MASTER_ADDR")
         if nnodes > 1 and not head:
             host = env.hostname() if ranks.rank == 0 else ""
             raise NoPlan(
                 f"the run has {nnodes} nodes, but {self.NAME} does not say which host has rank 0",
                 where="IMGKIT_HEAD",
-                hint=f"{self._hint('IMGKIT_HEAD', host or 'HOST')}: the host of rank 0, under a name that "
-                "the other nodes can reach",
+                hint=f"{self._make_hint('IMGKIT_HEAD', host or 'HOST')}: the host of rank 0, under a name "
+                "that the other nodes can reach",
             )
-        size_from = env.first_set(self.fields.world_size) or hosts.variable
-        local_size_from = env.first_set(self.fields.local_world_size)
-        job_id_from = env.present(*self.fields.job_id)
+        # The number of nodes was computed from these two.
+        size_variable = env.find_first_set(self.fields.world_size) or hosts.variable
+        local_size_variable = env.find_first_set(self.fields.local_world_size)
+        job_id_variables = env.find_set(*self.fields.job_id)
         source = {
-            "nnodes": ", ".join(env.present(size_from, local_size_from)),
-            "node_rank": node_rank_from,
-            "head": head_from,
+            "nnodes": ", ".join(env.find_set(size_variable, local_size_variable)),
+            "node_rank": node_rank_variable,
+            "head": head_variable,
             "hosts": hosts.variable,
-            "job_id": ", ".join(job_id_from),
+            "job_id": ", ".join(job_id_variables),
         }
         port = None
-        if head_from == "MASTER_ADDR":  # MASTER_PORT belongs to MASTER_ADDR, so it is only used with it
+        if head_variable == "MASTER_ADDR":  # MASTER_PORT belongs to MASTER_ADDR, so it is only used with it
             port = env.read_port("MASTER_PORT")
         if port is not None:
             source["port"] = "MASTER_PORT"
@@ -156,12 +163,12 @@ class MpiLauncher:
             hosts=hosts.names,
             head=head,
             port=port,
-            job_id=".".join(env[name] for name in job_id_from),
+            job_id=".".join(env[name] for name in job_id_variables),
             source=source,
             direct=ranks if ranks.local_world_size > 1 else None,
         )
 
-    def _hint(self, name: str, value: str) -> str:
+    def _make_hint(self, name: str, value: str) -> str:
         """Return a hint that shows how to set the variable `name` on the command line of the launcher."""
         return f"start it with `{' '.join((self.program, *self.export_options(name, value)))} ...`"
 
@@ -174,32 +181,33 @@ class MpiLauncher:
         ------
         NoPlan : a number is unknown, or the numbers contradict each other.
         """
-        # A name that ends with _from is the variable that contains the value, or "" if none is set.
         local_size = self._read_local_size(env, host_count)
-        size_from = env.first_set(self.fields.world_size)
-        size = env.read_number(size_from, least=1) if size_from else local_size * host_count
-        rank_from = env.first_name(self.fields.rank)
-        rank = env.read_number(rank_from)
-        local_rank_from = env.first_set(self.fields.local_rank)
+        world_size_variable = env.find_first_set(self.fields.world_size)
+        size = local_size * host_count
+        if world_size_variable:
+            size = env.read_number(world_size_variable, least=1)
+        rank_variable = env.choose_name(self.fields.rank)
+        rank = env.read_number(rank_variable)
+        local_rank_variable = env.find_first_set(self.fields.local_rank)
         local_rank = 0
         # With one rank on the node, its local rank is 0, even if no variable contains it.
-        if local_rank_from or local_size > 1:
-            local_rank = env.read_number(env.first_name(self.fields.local_rank))
+        if local_rank_variable or local_size > 1:
+            local_rank = env.read_number(env.choose_name(self.fields.local_rank))
         if local_rank >= local_size:
             problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
-            raise NoPlan(problem, where=local_rank_from)
+            raise NoPlan(problem, where=local_rank_variable)
         if size % local_size:  # nnodes, the quotient of both, must be a whole number
             raise NoPlan(
                 f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
                 "of ranks",
-                where=env.quote(size_from, env.first_set(self.fields.local_world_size)),
+                where=env.quote(world_size_variable, env.find_first_set(self.fields.local_world_size)),
                 hint="start the same number of ranks on every node, preferably one: torchrun starts the "
                 "workers",
             )
         if rank >= size:
             raise NoPlan(
                 f"this is rank {rank}, but the job has only ranks 0 to {size - 1}",
-                where=env.quote(rank_from, size_from),
+                where=env.quote(rank_variable, world_size_variable),
             )
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
 
@@ -213,44 +221,52 @@ class MpiLauncher:
         NoPlan : the number of nodes, or of ranks on this node, is unknown.
         """
         fields = self.fields
-        size_from = env.first_set(fields.world_size)
-        local_size_from = env.first_set(fields.local_world_size)
+        world_size_variable = env.find_first_set(fields.world_size)
+        local_size_variable = env.find_first_set(fields.local_world_size)
         # Without a list of hosts, the number of nodes can only be computed from these two numbers.
-        for names in (fields.world_size, fields.local_world_size):
-            if not host_count and not env.first_set(names):
-                raise self._make_number_error(env, "nodes", names)
-        if local_size_from:
-            return env.read_number(local_size_from, least=1)
-        if size_from:
-            return max(1, env.read_number(size_from) // host_count)
+        if host_count == 0 and not world_size_variable:
+            raise self._make_number_error(env, "nodes", fields.world_size)
+        if host_count == 0 and not local_size_variable:
+            raise self._make_number_error(env, "nodes", fields.local_world_size)
+        if local_size_variable:
+            return env.read_number(local_size_variable, least=1)
+        # From here on, there is a list of hosts.
+        if world_size_variable:
+            return max(1, env.read_number(world_size_variable) // host_count)
         # A launcher may set only the rank. Then assume one rank for each node if nothing contradicts it.
-        if self._is_alone(env):
+        if self._seems_alone(env):
             return 1
-        names = (*fields.local_world_size, *fields.world_size)
-        raise self._make_number_error(env, "ranks on this node", names)
+        variables = (*fields.local_world_size, *fields.world_size)
+        raise self._make_number_error(env, "ranks on this node", variables)
 
-    def _is_alone(self, env: Environment) -> bool:
-        """Return whether this process seems to be the only rank on its node.
+    def _seems_alone(self, env: Environment) -> bool:
+        """Return whether no variable contradicts that each node has one rank.
 
-        With one rank on each node, the rank equals the index of the node. If a node has a second rank, they
-        differ.
+        With one rank on each node, the rank equals the index of the node, and the local rank is 0. With
+        several, this is false for some of the ranks, which then end the run with an error.
         """
-        rank = env.get(env.first_set(self.fields.rank))
-        node_rank = env.get(env.first_set(self.fields.node_rank))
-        local_rank = env.get(env.first_set(self.fields.local_rank), "0")
-        return rank is not None and rank == node_rank and local_rank == "0"
+        rank = env.get(env.find_first_set(self.fields.rank))
+        node_rank = env.get(env.find_first_set(self.fields.node_rank))
+        if rank is None or rank != node_rank:  # None: no variable with the rank is set
+            return False
+        local_rank = env.get(env.find_first_set(self.fields.local_rank), "0")
+        return local_rank == "0"
 
-    def _make_number_error(self, env: Environment, numbers: str, names: Sequence[str]) -> NoPlan:
-        """Return the error about a number that is unknown because none of the variables `names` is set.
+    def _make_number_error(self, env: Environment, counted: str, variables: Sequence[str]) -> NoPlan:
+        """Return the error about a number that is unknown because none of `variables` is set.
 
-        `numbers` says what is counted, such as ``nodes``. The hint tells the user to list the hosts.
+        The hint tells the user to list the hosts.
+
+        Parameters
+        ----------
+        counted : what the number counts, such as ``nodes``.
         """
-        hosts = "" if env.get(NODES) else ", and there is no host list"
+        host_list_clause = "" if env.get(NODES) else ", and there is no host list"
         return NoPlan(
-            f"the number of {numbers} is unknown: none of {', '.join(names)} is set{hosts}",
+            f"the number of {counted} is unknown: none of {', '.join(variables)} is set{host_list_clause}",
             where=env.quote(*self.fields.variables, NODES) or self.NAME,
-            hint=f"{self._hint(NODES, 'HOST,HOST,...')}, with the hosts in the order of their ranks, and the "
-            "container without --cleanenv",
+            hint=f"{self._make_hint(NODES, 'HOST,HOST,...')}, with the hosts in the order of their ranks, "
+            "and the container without --cleanenv",
         )
 
     def _check_hosts(self, env: Environment, nnodes: int, hosts: HostList) -> None:
@@ -262,42 +278,53 @@ class MpiLauncher:
         NoPlan : any other number of nodes was started.
         """
         host_count = len(hosts.names)
-        if host_count in (0, nnodes):
+        if host_count in (0, nnodes):  # 0: there is no list
             return
         names = ", ".join(hosts.names[:8])
-        size_from = env.first_set((*self.fields.world_size, *self.fields.local_world_size))
-        where = f"{hosts.variable}, {size_from}"
+        # The variable from which `nnodes` was computed.
+        size_variable = env.find_first_set((*self.fields.world_size, *self.fields.local_world_size))
+        where = f"{hosts.variable}, {size_variable}"
         if nnodes == 1:
             problem = f"{self.NAME} started this on 1 node, but the job has {host_count} ({names})"
             raise WrongStart(problem, where=where, nnodes=host_count)
         raise NoPlan(
             f"{self.NAME} started {nnodes} nodes, but {hosts.variable} lists {host_count}: {names}",
             where=where,
-            hint=f"{self._hint(NODES, 'HOST,HOST,...')}, with the {nnodes} hosts in the order of their ranks",
+            hint=f"{self._make_hint(NODES, 'HOST,HOST,...')}, with the {nnodes} hosts in the order of their "
+            "ranks",
         )
 
-    def _node_rank(self, env: Environment, ranks: Direct, nnodes: int) -> tuple[int, str]:
+    def _find_node_rank(self, env: Environment, ranks: Direct, nnodes: int) -> tuple[int, str]:
         """Return the rank of this node, and the variable from which it was read or computed.
 
         If the launcher sets no variable with the node's rank, it is computed from the rank of this process.
-        That depends on the order in which the launcher has placed the ranks: it either fills one node after
-        another, or gives each node one rank in turn.
         """
-        name = env.first_set(self.fields.node_rank)
-        if name:
-            node_rank = env.read_number(name)
-            if node_rank >= nnodes:
-                problem = f"this is node {node_rank}, but the job has only nodes 0 to {nnodes - 1}"
-                raise NoPlan(problem, where=f"{name}={node_rank}")
-            return node_rank, name
-        rank_from = env.first_set(self.fields.rank)
-        # With 2 nodes and 4 ranks, ranks 0 and 1 are either on the same node (filled) or on different nodes
-        # (in turn). If both orders are possible, the first is assumed.
-        fills_nodes = ranks.rank % ranks.local_world_size == ranks.local_rank
-        alternates = ranks.rank // nnodes == ranks.local_rank
-        if alternates and not fills_nodes:
-            return ranks.rank % nnodes, rank_from
-        return ranks.rank // ranks.local_world_size, rank_from
+        node_rank_variable = env.find_first_set(self.fields.node_rank)
+        if not node_rank_variable:
+            return compute_node_rank(ranks, nnodes), env.find_first_set(self.fields.rank)
+        node_rank = env.read_number(node_rank_variable)
+        if node_rank >= nnodes:
+            problem = f"this is node {node_rank}, but the job has only nodes 0 to {nnodes - 1}"
+            raise NoPlan(problem, where=f"{node_rank_variable}={node_rank}")
+        return node_rank, node_rank_variable
+
+
+def compute_node_rank(ranks: Direct, nnodes: int) -> int:
+    """Return the rank of the node on which a rank runs.
+
+    A launcher either fills one node after another with ranks, or gives each node one rank in turn. For 2
+    nodes and 4 ranks, these are the ranks of each node, in the order of the local ranks::
+
+        filled      node 0: 0, 1    node 1: 2, 3
+        in turn     node 0: 0, 2    node 1: 1, 3
+
+    The local rank shows which order it is. If both are possible, as for rank 0, the nodes count as filled.
+    """
+    fills_nodes = ranks.rank % ranks.local_world_size == ranks.local_rank
+    alternates = ranks.rank // nnodes == ranks.local_rank
+    if alternates and not fills_nodes:
+        return ranks.rank % nnodes
+    return ranks.rank // ranks.local_world_size
 
 
 OPENMPI = MpiLauncher(
@@ -314,9 +341,9 @@ OPENMPI = MpiLauncher(
     shown_by=("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # not PMIX_*, which srun sets as well
     forward=("IMGKIT_NODES", "IMGKIT_HEAD"),  # each with its own -x
     program="mpirun",
-    count="-np",
+    count_option="-np",
     # By default, mpirun would bind torchrun, and so all workers of the node, to one core.
-    once_per_node=("--map-by", "ppr:1:node", "--bind-to", "none"),
+    once_per_node_options=("--map-by", "ppr:1:node", "--bind-to", "none"),
     export=("-x", "{name}={value}"),
 )
 """Open MPI 4 and 5."""
@@ -338,8 +365,8 @@ PALS = MpiLauncher(
     shown_by=("PALS_RANKID", "PALS_NODEID"),
     forward=("IMGKIT_NODES",),  # mpiexec passes the environment on, but the container may not
     program="mpiexec",
-    count="-n",
-    once_per_node=("--ppn", "1", "--cpu-bind", "none"),
+    count_option="-n",
+    once_per_node_options=("--ppn", "1", "--cpu-bind", "none"),
     export=("--env", "{name}={value}"),
 )
 """Cray PALS, the ``mpiexec`` of HPE systems with PBS."""
@@ -360,8 +387,8 @@ HYDRA = MpiLauncher(
     shown_with=("PMI_RANK",),
     forward=("IMGKIT_NODES", "IMGKIT_HEAD"),  # each with its own -genv
     program="mpiexec",
-    count="-n",
-    once_per_node=("-ppn", "1", "-bind-to", "none"),
+    count_option="-n",
+    once_per_node_options=("-ppn", "1", "-bind-to", "none"),
     export=("-genv", "{name}", "{value}"),
 )
 """MPICH and Intel MPI, whose launcher is called Hydra."""

@@ -33,16 +33,24 @@ FORWARD: tuple[str, ...] = (NODES,)
 """Variables that a job script passes to the processes."""
 
 # PBS_TASKNUM of a task that pbsdsh has started. In the job script, it is a decimal number.
-_SPAWNED = re.compile("[0-9A-Fa-f]{8}")
-# Shell commands that print the hosts in the node file without duplicates, and the index of each host's first
-# line.
-_UNIQUE_NODES = "awk '!seen[$0]++' \"$PBS_NODEFILE\""
-_FIRST_LINES = "awk '!seen[$0]++{print NR-1}' \"$PBS_NODEFILE\""
+_TASK_NUMBER = re.compile("[0-9A-Fa-f]{8}")
+# Shell command that prints the hosts in the node file without duplicates, separated by commas.
+_LIST_HOSTS = "awk '!seen[$0]++' \"$PBS_NODEFILE\" | paste -sd, -"
+# Lines of a job script that start {command} on each node. {quoted} is the same command for use inside double
+# quotes. awk prints the index of each host's first line in the node file, because pbsdsh would start one task
+# for each line. A task has neither the variables nor the working directory of the script, so it sets them.
+_START_LINES = """\
+export IMGKIT_NODES="$({list_hosts})"
+mpiexec -n {nnodes} --ppn 1 --cpu-bind none {command}
+or, where mpiexec is not HPE's:
+for line in $(awk '!seen[$0]++{{print NR-1}}' "$PBS_NODEFILE"); do
+  pbsdsh -n "$line" -- /bin/bash -c "cd '$PBS_O_WORKDIR' && exec env IMGKIT_NODES='$IMGKIT_NODES' {quoted}" &
+done; wait"""
 
 
 def claims(env: Environment) -> tuple[str, ...]:
     """Return the variables that show a PBS job, or () outside of a job."""
-    return env.present("PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
+    return env.find_set("PBS_JOBID", "PBS_NODENUM", "PBS_NODEFILE")
 
 
 def find_placement(env: Environment) -> Placement:
@@ -63,15 +71,16 @@ def find_placement(env: Environment) -> Placement:
         raise NoPlan(
             "this is a PBS job, but its host list is not visible here",
             where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
-            hint=f'in the job script: export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)", and pass it '
-            f'into the container (--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
+            hint=f'in the job script: export {NODES}="$({_LIST_HOSTS})", and pass it into the container '
+            f'(--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
         )
     names = ", ".join(hosts.names[:8])
     if nnodes > 1 and _is_script(env):
+        evidence = env.find_first_set(("PBS_ENVIRONMENT", "PBS_TASKNUM", "PBS_NODEFILE"))
         raise WrongStart(
             f"the job has {nnodes} hosts ({names}), but this is the job script's process: PBS starts nothing "
             "on the others",
-            where=f"{hosts.variable}, {env.first_set(('PBS_ENVIRONMENT', 'PBS_TASKNUM', 'PBS_NODEFILE'))}",
+            where=f"{hosts.variable}, {evidence}",
             nnodes=nnodes,
         )
     node_rank, rank_from = env.find_node_rank(nnodes, nnodes_from, hosts, "PBS_NODENUM", "IMGKIT_NODE_RANK")
@@ -94,7 +103,7 @@ def find_placement(env: Environment) -> Placement:
         "node_rank": rank_from,
         "hosts": hosts.variable,
         "head": head_from,
-        "job_id": env.first_set(("PBS_JOBID",)),
+        "job_id": env.find_first_set(("PBS_JOBID",)),
     }
     return Placement(
         scheduler=NAME,
@@ -123,34 +132,36 @@ def start_argv(command: Sequence[str], *, line_index: str) -> tuple[str, ...]:
 def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -> str:
     """Return the lines of a job script that start `command` on each node, for a hint.
 
-    The first line uses PALS' mpiexec. The other lines use pbsdsh, for systems without PALS.
+    The lines use PALS' mpiexec or, for systems without PALS, a loop with pbsdsh. For example::
+
+        export IMGKIT_NODES="$(...)"
+        mpiexec -n 2 --ppn 1 --cpu-bind none dist-run train.py
+        or, where mpiexec is not HPE's:
+        for line in $(...); do
+          pbsdsh -n "$line" -- /bin/bash -c "... dist-run train.py" &
+        done; wait
     """
     command_line = shlex.join(command)
-    # With pbsdsh, the command is inside double quotes, in which these characters need a backslash.
+    # These characters need a backslash inside the double quotes of the line with pbsdsh.
     quoted = re.sub(r'(["\\$`])', r"\\\1", command_line)
-    return "\n     ".join(
-        (
-            f'export {NODES}="$({_UNIQUE_NODES} | paste -sd, -)"',
-            f"mpiexec -n {nnodes} --ppn 1 --cpu-bind none {command_line}",
-            "or, where mpiexec is not HPE's:",
-            f"for line in $({_FIRST_LINES}); do",
-            f"  pbsdsh -n \"$line\" -- /bin/bash -c \"cd '$PBS_O_WORKDIR' && exec env {NODES}='${NODES}' "
-            f'{quoted}" &',
-            "done; wait",
-        )
-    )
+    lines = _START_LINES.format(list_hosts=_LIST_HOSTS, nnodes=nnodes, command=command_line, quoted=quoted)
+    return lines.replace("\n", "\n     ")  # below the first line, the hint is indented
 
 
 def _is_script(env: Environment) -> bool:
-    """Return whether this process belongs to the job script.
+    """Return whether this process belongs to the job script, and is not a task on one of the hosts.
 
-    Otherwise, pbsdsh or another program has started it as a task on one of the hosts.
+    The variables of OpenPBS have these values:
+
+    * in the script, PBS_TASKNUM=1, PBS_NODENUM=0 and PBS_ENVIRONMENT=PBS_BATCH (or PBS_INTERACTIVE),
+    * in a task of pbsdsh, for example PBS_TASKNUM=0000000A and PBS_NODENUM=3,
+    * in a process that ssh has started, only what the user has passed on.
     """
-    if _SPAWNED.fullmatch(env.get("PBS_TASKNUM", "")):
+    if _TASK_NUMBER.fullmatch(env.get("PBS_TASKNUM", "")):
         return False
-    if env.get("PBS_NODENUM", "0") != "0":
-        return False  # it is a task, because the script always runs on host 0
-    if env.present("PBS_ENVIRONMENT", "PBS_TASKNUM"):
+    if env.get("PBS_NODENUM", "0") != "0":  # the script always runs on host 0
+        return False
+    if env.get("PBS_ENVIRONMENT") or env.get("PBS_TASKNUM"):
         return True
     # If neither variable is set, the process is a task if the list of hosts was passed on to it.
-    return not env.present(NODES)
+    return not env.get(NODES)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from imgkit_entrypoints.errors import NoPlan
 from imgkit_entrypoints.schedulers import kubernetes, manual, pbs, slurm, standalone
@@ -57,13 +57,18 @@ def find_placement(
 
 
 def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
-    """Return the placement from the first source that exists, in the order of `find_placement`.
+    """Return the placement from the first source that exists.
 
-    Each module of a launcher, such as Slurm's, finds the placement in the variables of that launcher.
+    The order is: the flag ``--scheduler``, flags that fully describe this node, the launcher whose variables
+    are set, variables that list or count several nodes, and otherwise only this machine. Each module of a
+    launcher, such as Slurm's, finds the placement in the variables of that launcher.
+
+    Raises
+    ------
+    NoPlan : no placement can be right, or two launchers are recognized.
     """
     _refuse_nesting(env)
-    # The launchers whose variables are set, such as Slurm's. If one launcher is known to set the variables of
-    # another, the other one is left out.
+    # If one launcher is known to set the variables of another, the other one is left out here.
     launchers = _find_launchers(env)
     if request.scheduler:
         placement = _ask_launcher(_get_scheduler(request.scheduler, env), request, env)
@@ -72,7 +77,7 @@ def _detect_placement(request: PlacementRequest, env: Environment) -> Placement:
         placement = manual.find_placement(env)
         _refuse_other_rank(launchers, placement, env)
     elif len(launchers) > 1:
-        _refuse_two_launchers(launchers[:2], env)
+        raise _make_conflict_error(launchers[:2], env)
     elif launchers:
         placement = _ask_launcher(launchers[0], request, env)
     elif manual.claims(env):  # IMGKIT_NNODES or a list of hosts requests several nodes
@@ -111,8 +116,11 @@ def placement_warnings(
     recipe : the scheduler for which the image was built. Empty if there is none.
     """
     is_alone = placement.scheduler == standalone.NAME and placement.direct is None
-    clause = missing_launcher_clause(recipe, env)
-    if not clause or not is_alone or request.scheduler or request.nnodes:
+    is_requested = bool(request.scheduler or request.nnodes)
+    if not is_alone or is_requested:
+        return ()
+    clause = missing_launcher_clause(recipe, env)  # "the recipe says slurm, but no scheduler variable ..."
+    if not clause:
         return ()
     return (
         f"{clause}: only this machine is used. In a job, start the container without --cleanenv. To use one "
@@ -197,17 +205,19 @@ def _refuse_other_rank(launchers: Sequence[Scheduler], placement: Placement, env
             launched = module.find_placement(env)
         except NoPlan:
             continue  # the launcher has not started this process, but ssh, for example
-        # If the numbers of nodes differ, the user has deliberately started another run within the job.
-        is_same_run = launched.nnodes == placement.nnodes and launched.direct is None
-        if is_same_run and launched.node_rank != placement.node_rank:
-            name = launched.source.get("node_rank", "")
-            raise NoPlan(
-                f"--node-rank is {placement.node_rank}, but {module.NAME} says that this is node "
-                f"{launched.node_rank}",
-                where=name,
-                hint=f"leave out --nnodes, --node-rank and --head: the shell of a job script expands ${name} "
-                "before srun or mpiexec starts the nodes. To override the launcher: --scheduler manual",
-            )
+        # With several processes on each node (direct mode), or on another number of nodes, the user has
+        # deliberately started another run within the job.
+        is_other_run = launched.direct is not None or launched.nnodes != placement.nnodes
+        if is_other_run or launched.node_rank == placement.node_rank:
+            continue
+        variable = launched.source.get("node_rank", "")
+        raise NoPlan(
+            f"--node-rank is {placement.node_rank}, but {module.NAME} says that this is node "
+            f"{launched.node_rank}",
+            where=variable,
+            hint=f"leave out --nnodes, --node-rank and --head: the shell of a job script expands ${variable} "
+            "before srun or mpiexec starts the nodes. To override the launcher: --scheduler manual",
+        )
 
 
 def _refuse_wrong_order(placement: Placement, env: Environment) -> None:
@@ -270,8 +280,7 @@ def _apply_request(placement: Placement, request: PlacementRequest, env: Mapping
     """Return the placement with the port, the spares and the direct rank that the user has requested.
 
     Spares are nodes that wait to replace a lost node. In direct mode, the launcher has started every rank
-    itself, without torchrun. The modules of the launchers have read flags as variables, so the sources in the
-    placement name variables. The sources in the result name the flags again.
+    itself, without torchrun.
 
     Raises
     ------
@@ -289,15 +298,28 @@ def _apply_request(placement: Placement, request: PlacementRequest, env: Mapping
         direct = Direct(
             rank=placement.node_rank, local_rank=0, world_size=placement.nnodes, local_world_size=1
         )
-    flags = _find_flags_by_variable(env)
-    return dataclasses.replace(
-        placement,
-        port=port,
-        direct=direct,
-        # Without spares, the size says no more than `nnodes`.
-        size=request.size if request.size and request.size.spares else None,
-        source={field: flags.get(name, name) for field, name in source.items() if name},
-    )
+    size = None
+    if request.size and request.size.spares:  # without spares, `nnodes` is the whole size
+        size = request.size
+    named_source = _name_flags(source, _find_flags_by_variable(env))
+    return dataclasses.replace(placement, port=port, direct=direct, size=size, source=named_source)
+
+
+def _name_flags(source: Mapping[str, str], flags: Mapping[str, str]) -> dict[str, str]:
+    """Return the source of each field with flags instead of the variables as which they were read.
+
+    For example, ``{"head": "IMGKIT_HEAD"}`` becomes ``{"head": "--head"}``. Fields without a source are left
+    out.
+
+    Parameters
+    ----------
+    flags : the flags by variable. If a variable has none here, the variable itself is the source.
+    """
+    named_source = {}
+    for field, variable in source.items():
+        if variable:
+            named_source[field] = flags.get(variable, variable)
+    return named_source
 
 
 def _refuse_contradictions(placement: Placement, request: PlacementRequest) -> None:
@@ -394,7 +416,7 @@ def _find_launchers(env: Environment) -> list[Scheduler]:
     launchers = {module.NAME: module for module in LAUNCHERS if module.claims(env)}
     # The order of the table matters, because a launcher that was removed cannot explain another one.
     for overlap in OVERLAPS:
-        if overlap.first in launchers and not env.present(*overlap.unless):
+        if overlap.first in launchers and not env.find_set(*overlap.unless):
             launchers.pop(overlap.second, None)
     return list(launchers.values())
 
@@ -441,14 +463,14 @@ def missing_launcher_clause(name: str, env: Mapping[str, str]) -> str:
     return f"the recipe says {name}, but no scheduler variable is set here"
 
 
-def _refuse_two_launchers(launchers: Sequence[Scheduler], env: Environment) -> NoReturn:
-    """Raise NoPlan because the variables of two launchers are set at the same time.
+def _make_conflict_error(launchers: Sequence[Scheduler], env: Environment) -> NoPlan:
+    """Return the error about two launchers whose variables are set at the same time.
 
     Either of them may have started this process. The error names both, and the flags that choose one of them.
     """
     names = [f"{module.NAME} ({', '.join(module.claims(env)[:3])})" for module in launchers]
     flags = " or ".join(f"--scheduler {module.NAME}" for module in launchers)
-    raise NoPlan(
+    return NoPlan(
         f"{' and '.join(names)} both seem to have started this process",
         where=", ".join(module.claims(env)[0] for module in launchers),
         hint=f"choose one: {flags} (or set IMGKIT_SCHEDULER). For a separate run on each node: --scheduler "

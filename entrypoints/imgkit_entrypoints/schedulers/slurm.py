@@ -61,7 +61,7 @@ def claims(env: Environment) -> tuple[str, ...]:
     names = (*FIELDS["nnodes"], *FIELDS["hosts"], *JOB_FIELDS["nnodes"], *JOB_FIELDS["hosts"])
     # The salloc shell of a heterogeneous job has none of these variables, but only the lists of its
     # components.
-    return (*env.present(*names), *_find_hetjob_variables(env))
+    return (*env.find_set(*names), *_find_hetjob_variables(env))
 
 
 def find_placement(env: Environment) -> Placement:
@@ -81,11 +81,11 @@ def find_placement(env: Environment) -> Placement:
             where=env.quote(*components[:2]),
             hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
         )
-    if not env.present(*FIELDS["nnodes"], *FIELDS["hosts"]):
+    if not env.find_set(*FIELDS["nnodes"], *FIELDS["hosts"]):
         return _find_placement_outside_step(env)
     step_hosts = _expand_hosts(env, FIELDS["hosts"])
     hosts = step_hosts.names
-    nnodes_from = env.first_set(FIELDS["nnodes"])
+    nnodes_from = env.find_first_set(FIELDS["nnodes"])
     nnodes = env.read_number(nnodes_from, least=1) if nnodes_from else len(hosts)
     job_nodes, job_nodes_from = _read_node_count(env)
     if nnodes < job_nodes and _is_shell(env):
@@ -98,7 +98,7 @@ def find_placement(env: Environment) -> Placement:
     if hosts and len(hosts) != nnodes:
         problem = f"{env[step_hosts.variable]} has {len(hosts)} hosts, but {nnodes_from} says {nnodes}"
         raise NoPlan(problem, where=step_hosts.variable)
-    rank_from = env.first_name(FIELDS["node_rank"])
+    rank_from = env.choose_name(FIELDS["node_rank"])
     node_rank = env.read_number(rank_from) if nnodes > 1 else 0
     if node_rank >= nnodes:
         problem = f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}"
@@ -178,7 +178,7 @@ def per_node_command(command: Sequence[str], *, nnodes: int, env: Environment) -
     if counts:
         # All tasks get the same number of CPUs, so the node with the fewest CPUs decides.
         cpus = min(expand_counts(counts, where="SLURM_JOB_CPUS_PER_NODE"))
-    elif env.present("SLURM_CPUS_PER_TASK"):
+    elif env.get("SLURM_CPUS_PER_TASK"):
         cpus = env.read_number("SLURM_CPUS_PER_TASK", least=1)
     return shlex.join(start_argv(command, nnodes=nnodes, cpus=cpus))
 
@@ -190,7 +190,7 @@ def _find_hetjob_variables(env: Environment) -> tuple[str, ...]:
 
 def _expand_hosts(env: Environment, names: Sequence[str]) -> HostList:
     """Return the hosts in the first of the variables `names` that is set."""
-    name = env.first_set(names)
+    name = env.find_first_set(names)
     if not name:
         return HostList()
     return HostList(expand_nodelist(env[name], where=name), name)
@@ -201,7 +201,7 @@ def _read_node_count(env: Environment) -> tuple[int, str]:
 
     The number is 0 if no variable contains it.
     """
-    name = env.first_set(JOB_FIELDS["nnodes"])
+    name = env.find_first_set(JOB_FIELDS["nnodes"])
     if name:
         return env.read_number(name, least=1), name
     hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
@@ -213,7 +213,7 @@ def _is_shell(env: Environment) -> bool:
 
     Some versions print the id as an unsigned number, such as 4294967290 for -6.
     """
-    text = env.get(env.first_set(FIELDS["step_id"]), "")
+    text = env.get(env.find_first_set(FIELDS["step_id"]), "")
     number = parse_digits(text)
     return text.startswith("-") or (number is not None and number >= _FIRST_SPECIAL_STEP)
 
@@ -233,7 +233,7 @@ def _find_placement_outside_step(env: Environment) -> Placement:
     nnodes, nnodes_from = _read_node_count(env)
     hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
     # A batch script has SLURM_NODEID, but a shell of salloc on the login node does not.
-    is_on_node = env.first_set(FIELDS["node_rank"]) != ""
+    is_on_node = env.find_first_set(FIELDS["node_rank"]) != ""
     if nnodes > 1:
         shell = f"of salloc, outside the job of {nnodes} nodes"
         if is_on_node:
@@ -263,7 +263,7 @@ def _job_id(env: Environment) -> tuple[str, str]:
 
     The id of the step is included because two steps of one job may share a node.
     """
-    names = env.present(env.first_set(FIELDS["job_id"]), env.first_set(FIELDS["step_id"]))
+    names = env.find_set(env.find_first_set(FIELDS["job_id"]), env.find_first_set(FIELDS["step_id"]))
     return ".".join(env[name] for name in names), ", ".join(names)
 
 
@@ -280,8 +280,8 @@ def _find_direct_rank(env: Environment, nnodes: int, node_rank: int) -> Direct |
     if max(counts) == 1:
         return None
     return Direct(
-        rank=env.read_number(env.first_name(FIELDS["rank"])),
-        local_rank=env.read_number(env.first_name(FIELDS["local_rank"])),
+        rank=env.read_number(env.choose_name(FIELDS["rank"])),
+        local_rank=env.read_number(env.choose_name(FIELDS["local_rank"])),
         world_size=sum(counts),
         local_world_size=counts[node_rank],
     )
@@ -294,7 +294,7 @@ def _read_task_counts(env: Environment, nnodes: int) -> Sequence[int]:
     ------
     NoPlan : the numbers of tasks and nodes contradict each other, or a number is missing.
     """
-    counts_from = env.first_set(FIELDS["tasks"])
+    counts_from = env.find_first_set(FIELDS["tasks"])
     if counts_from:
         counts_text = env[counts_from]  # "4(x2),3"
         counts = expand_counts(counts_text, where=counts_from)
@@ -305,7 +305,7 @@ def _read_task_counts(env: Environment, nnodes: int) -> Sequence[int]:
             raise NoPlan(problem, where=counts_from)
         return counts
     # Without the counts, all nodes must have the same number of tasks.
-    total_from = env.first_set(FIELDS["world_size"])
+    total_from = env.find_first_set(FIELDS["world_size"])
     total = env.read_number(total_from, least=1) if total_from else nnodes  # one task on each node
     if total % nnodes:
         raise NoPlan(

@@ -11,7 +11,7 @@ from imgkit_entrypoints.schedulers.placement import Direct, Placement
 
 NAME = "standalone"
 # If all three are set, some launcher has started this process as one rank.
-WORKER: tuple[str, ...] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
+RANK_VARIABLES: tuple[str, ...] = ("RANK", "LOCAL_RANK", "WORLD_SIZE")
 
 
 def claims(env: Environment) -> tuple[str, ...]:
@@ -28,21 +28,29 @@ def find_placement(env: Environment) -> Placement:
     ------
     NoPlan : the process is already one rank of several, or belongs to an LSF job with several hosts.
     """
-    # All variables of a torch rank are set, and there are several ranks.
-    if env.present(*WORKER) == WORKER and env.read_number("WORLD_SIZE", least=1) > 1:
+    is_rank = env.has_all(RANK_VARIABLES)
+    if is_rank and env.read_number("WORLD_SIZE", least=1) > 1:
         return _find_direct_placement(env)
-    # LSF is not supported. But an LSF job on one host is the same as a run on this machine.
+    _refuse_lsf_job(env)
+    return single_node()
+
+
+def _refuse_lsf_job(env: Environment) -> None:
+    """Raise NoPlan in an LSF job on several hosts, because LSF is not supported.
+
+    An LSF job on one host is the same as a run on this machine.
+    """
     host_file = env.get("LSB_DJOB_HOSTFILE")  # it has a line for each slot, so hosts occur several times
     host_lines = env.read(host_file) if host_file else None
     hosts = unique_names((host_lines or "").split())
-    if len(hosts) > 1:
-        raise NoPlan(
-            f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}): LSF is not supported",
-            where="LSB_DJOB_HOSTFILE",
-            hint=f"on each host, give --nnodes {len(hosts)} --node-rank RANK --head {hosts[0]}. To use this "
-            "host alone: --scheduler standalone",
-        )
-    return single_node()
+    if len(hosts) <= 1:
+        return
+    raise NoPlan(
+        f"this is an LSF job on {len(hosts)} hosts ({', '.join(hosts[:8])}): LSF is not supported",
+        where="LSB_DJOB_HOSTFILE",
+        hint=f"on each host, give --nnodes {len(hosts)} --node-rank RANK --head {hosts[0]}. To use this "
+        "host alone: --scheduler standalone",
+    )
 
 
 def single_node() -> Placement:
@@ -62,15 +70,15 @@ def _find_direct_placement(env: Environment) -> Placement:
     ------
     NoPlan : ``--direct`` is not given, a variable is missing, or the nodes have different numbers of ranks.
     """
-    where = env.quote(*WORKER)
+    where = env.quote(*RANK_VARIABLES)
     if env.get("IMGKIT_DIRECT") != "1":
         raise NoPlan(
             "this process is already one rank of several: a node agent here would start workers for each",
             where=where,
             hint="start the command once per node. To run the program as this rank: --direct. To use this "
-            f"machine alone, where the variables are left over: unset {' '.join(WORKER)}",
+            f"machine alone, where the variables are left over: unset {' '.join(RANK_VARIABLES)}",
         )
-    if not env.present("LOCAL_WORLD_SIZE"):
+    if not env.get("LOCAL_WORLD_SIZE"):
         raise NoPlan("--direct also needs LOCAL_WORLD_SIZE", where=where)
     ranks = Direct(
         rank=env.read_number("RANK"),

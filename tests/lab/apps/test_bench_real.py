@@ -58,7 +58,7 @@ def test_every_collective_is_measured_and_right(standin, tmp_path):
     results = saved["results"]
     assert {result["experiment_name"] for result in results} == set(NAMES)
     assert {figures(result)["nwrong"] for result in results} == {0}
-    chunked = [result for result in results if find_collective(result["experiment_name"]).parts]
+    chunked = [result for result in results if find_collective(result["experiment_name"]).is_divided]
     assert {result["size"] % 48 for result in chunked} == {0}, "3 chunks of 16 bytes"
     assert {result["actual_iterations"] for result in results} == {5}
     assert saved["args"][:2] == ["dist-bench", "all"]

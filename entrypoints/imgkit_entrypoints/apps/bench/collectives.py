@@ -95,13 +95,13 @@ class Collective:
     """The description of one collective: its buffers, its bandwidths, how to call it, and its result."""
 
     name: str
-    parts: bool = False
+    is_divided: bool = False
     """True if the size is divided into one part per rank. Otherwise, each rank's buffer has the full size."""
     input: Callable[[Shape], int] = _full_size
     """Returns the number of elements of a rank's input."""
     output: Callable[[Shape], int] | None = None
     """Returns the number of elements of a rank's output. None means that input and output are one buffer."""
-    sums: bool = False
+    adds_values: bool = False
     """True if the values of all ranks are added up."""
     has_root: bool = False
     bus: Callable[[Fraction], Fraction] = lambda _: Fraction(1)
@@ -124,7 +124,7 @@ class Collective:
     """Returns the expected output of a rank. It is empty if the collective does not define the output."""
 
     @property
-    def separate(self) -> bool:
+    def has_separate_output(self) -> bool:
         """Whether input and output are two buffers."""
         return self.output is not None
 
@@ -148,17 +148,17 @@ class Collective:
         algbw_GBps = line_rate_Gbps / 8 / float(self.traffic(nodes, ranks_per_node))
         return algbw_GBps * self.factor(nodes * ranks_per_node)
 
-    def elements(self, size_bytes: int, item_bytes: int, ranks: int) -> int:
-        """Round a size down to a number of elements, but to at least one.
+    def round_to_elements(self, size_bytes: int, item_bytes: int, ranks: int) -> int:
+        """Return how many elements of `item_bytes` a size has, rounded down to at least one.
 
         If the size is divided into one part per rank, each part is a multiple of 16 bytes and is not empty.
         """
         count = size_bytes // item_bytes
-        if not self.parts:
+        if not self.is_divided:
             return max(1, count)
         chunk_elements = CHUNK_BYTES // item_bytes
-        part = count // ranks // chunk_elements * chunk_elements
-        return max(chunk_elements, part) * ranks
+        chunks_per_rank = max(1, count // ranks // chunk_elements)
+        return chunks_per_rank * chunk_elements * ranks
 
     def output_elements(self, shape: Shape) -> int:
         """Return the number of elements of a rank's output, or 0 if input and output are one buffer."""
@@ -251,7 +251,7 @@ def _joined_parts(shape: Shape, offset: int = 0) -> tuple[Segment, ...]:
 COLLECTIVES: tuple[Collective, ...] = (
     Collective(
         name="all_reduce",
-        sums=True,
+        adds_values=True,
         bus=lambda share: 2 * share,
         traffic=_ring_bytes(2),
         fills_network=True,
@@ -260,7 +260,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         name="all_gather",
-        parts=True,
+        is_divided=True,
         input=_part,
         output=_full_size,
         bus=lambda share: share,
@@ -271,9 +271,9 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         name="reduce_scatter",
-        parts=True,
+        is_divided=True,
         output=_part,
-        sums=True,
+        adds_values=True,
         bus=lambda share: share,
         traffic=_ring_bytes(1),
         fills_network=True,
@@ -290,14 +290,14 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         name="reduce",
-        sums=True,
+        adds_values=True,
         has_root=True,
         call=lambda to: partial(to.dist.reduce, to.input, ROOT),
         result=lambda shape: _sum_of_all(shape) if shape.rank == ROOT else (),
     ),
     Collective(
         name="alltoall",
-        parts=True,
+        is_divided=True,
         output=_full_size,
         bus=lambda share: share,
         traffic=_alltoall_bytes,
@@ -308,7 +308,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     Collective(
         # All-to-all with explicit sizes of the parts, which expert-parallel programs use.
         name="alltoallv",
-        parts=True,
+        is_divided=True,
         output=_full_size,
         bus=lambda share: share,
         traffic=_alltoall_bytes,
@@ -326,7 +326,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         name="gather",
-        parts=True,
+        is_divided=True,
         input=_part,
         output=lambda shape: shape.count if shape.rank == ROOT else 0,
         has_root=True,
@@ -337,7 +337,7 @@ COLLECTIVES: tuple[Collective, ...] = (
     ),
     Collective(
         name="scatter",
-        parts=True,
+        is_divided=True,
         input=lambda shape: shape.count if shape.rank == ROOT else 0,
         output=_part,
         has_root=True,
@@ -380,7 +380,7 @@ def allocate(
     shape = Shape(count=count, ranks=ranks.world_size, rank=ranks.rank)
     inputs = _allocate_tensors(collective.input(shape), dtype, ranks.device, copies)
     outputs = inputs
-    if collective.separate:
+    if collective.has_separate_output:
         outputs = _allocate_tensors(collective.output_elements(shape), dtype, ranks.device, copies)
     return tuple(Buffers(input=source, output=target) for source, target in zip(inputs, outputs, strict=True))
 

@@ -50,8 +50,8 @@ def _plan_launches(measurer: Measurer, single_s: float) -> int:
     iterations = measurer.options.iters
     if iterations is None:
         # A coarse clock may measure 0 s, hence the minimum of 1e-7 s.
-        fitting = int(measurer.options.seconds / max(single_s, 1e-7))
-        iterations = min(_MAX_LAUNCHES, fitting)
+        launches_that_fit = int(measurer.options.seconds / max(single_s, 1e-7))
+        iterations = min(_MAX_LAUNCHES, launches_that_fit)
     return max(1, iterations // MIN_BATCHES)
 
 

@@ -69,7 +69,7 @@ class Measurer:
     def size_bytes(self, collective: Collective, requested_bytes: int) -> int:
         """Round a size to whole elements, or to whole chunks for every rank, and return it in bytes."""
         item_bytes = self.dtype.item_bytes
-        return collective.elements(requested_bytes, item_bytes, self.ranks.world_size) * item_bytes
+        return collective.round_to_elements(requested_bytes, item_bytes, self.ranks.world_size) * item_bytes
 
     def needed_bytes(self, collective: Collective, size_bytes: int) -> int:
         """Return how many bytes of memory one launch needs, on the rank that needs most."""
@@ -174,14 +174,14 @@ class Measurer:
         launch_s : this rank's estimate of the seconds of one launch.
         previous : counts of the previous size, or None for the first size.
         """
-        # Number of launches that fit into the time budget. A coarse clock may measure 0 s, hence the minimum.
-        fitting = self.options.seconds / max(launch_s, 1e-7)
-        own_values = (fitting, launch_s > _SLOW_S, is_stop_requested())
+        # A coarse clock may measure 0 s, hence the minimum.
+        launches_that_fit = self.options.seconds / max(launch_s, 1e-7)
+        own_values = (launches_that_fit, launch_s > _SLOW_S, is_stop_requested())
         # Each rank has measured another time, so all ranks use the values of rank 0.
-        fitting, is_slow, must_stop = broadcast_numbers(own_values, self.ranks)
+        launches_that_fit, is_slow, must_stop = broadcast_numbers(own_values, self.ranks)
         if must_stop:
             raise Stopped
-        counts = plan_counts(size_bytes, fitting=fitting, iters=self.options.iters, previous=previous)
+        counts = plan_counts(size_bytes, launches_that_fit, iters=self.options.iters, previous=previous)
         return counts, bool(is_slow)
 
     def _time_batches(
@@ -189,16 +189,20 @@ class Measurer:
     ) -> list[float]:
         """Run all batches, and return the duration of each on this rank, in seconds.
 
-        The launches of a batch use `buffers` in turn, which are filled with random data.
+        The launches (calls of the collective) of a batch use `buffers` in turn, which are filled with random
+        data.
+
+        Parameters
+        ----------
+        is_slow : True if a launch takes so long that the ranks check for a request to stop before each batch.
         """
         # If sums are written to the input buffer, the values grow with each launch and would become infinite.
         # So these buffers are filled again before each batch.
-        # With separate input and output, the input never changes.
-        sums_in_place = collective.sums and not collective.separate
+        sums_in_place = collective.adds_values and not collective.has_separate_output
         launches = [collectives.bind(collective, copy, self.ranks) for copy in buffers]
         seconds = []
         for batch in range(counts.batches):
-            self._raise_if_stopped(is_slow)  # on all ranks, if a stop was requested
+            self._raise_if_stopped(is_slow)
             if batch == 0 or sums_in_place:
                 for index, copy in enumerate(buffers):
                     self.noise.fill(copy.input, self.ranks.rank, index)
@@ -217,7 +221,7 @@ class Measurer:
         """Run the verified iterations, and return the number of wrong elements and the first of them.
 
         In each iteration, the inputs are filled with known values, and this rank's output is compared with
-        the expected result.
+        the expected result. With `is_slow`, the ranks check for a request to stop before each iteration.
         """
         launch = collectives.bind(collective, buffers, self.ranks)
         rank = self.ranks.rank

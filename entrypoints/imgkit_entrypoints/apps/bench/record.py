@@ -63,7 +63,7 @@ class Result:
     @property
     def redop(self) -> str:
         """The reduction, as nccl-tests prints it."""
-        return "sum" if find_collective(self.collective).sums else "none"
+        return "sum" if find_collective(self.collective).adds_values else "none"
 
     @property
     def root(self) -> int:
@@ -86,7 +86,7 @@ class Result:
         }
         out_of_place = None
         in_place: dict[str, Any] | None = figures
-        if find_collective(self.collective).separate:
+        if find_collective(self.collective).has_separate_output:
             out_of_place, in_place = figures, None
         return {
             "experiment_name": self.collective,

@@ -11,9 +11,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# Number of bytes for each prefix. 4G and 4GiB have binary prefixes, and 4GB has a decimal prefix.
-_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-_DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BINARY_FACTORS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DECIMAL_FACTORS = {"K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+# "64" and "64B" have no prefix, "64M" and "64MIB" have a binary prefix, and "64MB" has a decimal prefix.
+_SIZE = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)((?P<binary>[KMGT])(IB)?|(?P<decimal>[KMGT])?B)?")
 
 
 def parse_size(text: str) -> int:
@@ -24,12 +25,14 @@ def parse_size(text: str) -> int:
     argparse.ArgumentTypeError : the text is not a size, or the size is less than one byte.
     """
     size_bytes = 0.0
-    # "64", "64B", "64M", "64MiB" or "64MB", but not "64iB"
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(?:([KMGT])(IB)?|([KMGT]?)B)?", text.strip().upper())
+    match = _SIZE.fullmatch(text.strip().upper())
     if match is not None:
-        number, binary_prefix, _, decimal_prefix = match.groups()
-        size_bytes = float(number) * _BINARY[binary_prefix or ""] * _DECIMAL[decimal_prefix or ""]
-    if size_bytes < 1 or not size_bytes.is_integer():
+        size_bytes = float(match["number"])
+        if match["binary"]:
+            size_bytes *= _BINARY_FACTORS[match["binary"]]
+        elif match["decimal"]:
+            size_bytes *= _DECIMAL_FACTORS[match["decimal"]]
+    if size_bytes < 1 or not size_bytes.is_integer():  # 0 also means that the text has another form
         raise argparse.ArgumentTypeError(
             f"{text!r} is not a size: 64M is 64 x 1024 x 1024 bytes, 64MB is 64e6"
         )
@@ -108,34 +111,44 @@ class Counts:
         return min(MAX_VERIFIED, max(MIN_VERIFIED, self.total))
 
 
-def plan_counts(size_bytes: int, *, fitting: float, iters: int | None, previous: Counts | None) -> Counts:
-    """Return how often a collective is run at one size.
+def plan_counts(
+    size_bytes: int, launches_that_fit: float, *, iters: int | None, previous: Counts | None
+) -> Counts:
+    """Return how often a collective is run at one size. A launch is one call of the collective.
 
     Parameters
     ----------
-    fitting : number of iterations that fit into the time budget, by a first estimate that may be far off.
-    iters : number of iterations that the user has requested, or None.
-    previous : counts of the previous size, or None for the first size. The counts change only little from one
-        size to the next. So a wrong estimate causes neither too few iterations nor a measurement of several
-        minutes.
+    launches_that_fit : number of launches that fit into the time budget, by a first estimate that may be far
+        off.
+    iters : number of launches that the user has requested, or None.
+    previous : counts of the previous size, or None for the first size.
     """
-    total = _plan_total(size_bytes, fitting, iters, previous)
-    # If there are many launches, they are short, and batches are long: the clock and the wait add time to
-    # each batch.
-    batches = int(total // BATCH_LAUNCHES)
-    batches = min(MAX_BATCHES, max(MIN_BATCHES, batches))
-    return Counts(size_bytes=size_bytes, batches=batches, launches=math.ceil(int(total) / batches))
+    total = iters
+    if total is None:
+        total = _plan_launches(size_bytes, launches_that_fit, previous)
+    # Many launches mean that each is short. Long batches then keep the constant cost of a batch, which is a
+    # wait and two readings of the clock, small in comparison.
+    batches = min(MAX_BATCHES, max(MIN_BATCHES, total // BATCH_LAUNCHES))
+    return Counts(size_bytes=size_bytes, batches=batches, launches=math.ceil(total / batches))
 
 
-def _plan_total(size_bytes: int, fitting: float, iters: int | None, previous: Counts | None) -> float:
-    """Return the number of launches in all batches together. The parameters are those of `plan_counts`."""
-    if iters is not None:
-        return float(iters)
-    total = max(fitting, MIN_BATCHES)
-    # Use at most twice and at least half as many launches as for the previous size. If the size has grown by
-    # more than a factor of 2, the number of launches may decrease by the same factor.
+def _plan_launches(size_bytes: int, launches_that_fit: float, previous: Counts | None) -> int:
+    """Return the number of launches in all batches together, from 5 to 1000.
+
+    The number changes only little from one size to the next. So a wrong estimate causes neither too few
+    launches nor a measurement of several minutes.
+
+    Parameters
+    ----------
+    launches_that_fit : estimate of how many launches fit into the time budget.
+    previous : counts of the previous size, or None for the first size.
+    """
+    total = max(launches_that_fit, MIN_BATCHES)
     if previous is not None:
+        # At least half as many launches as before, and at most twice as many. If the size has grown by more
+        # than a factor of 2, the number of launches may decrease by the same factor.
         size_ratio = size_bytes / previous.size_bytes
-        total = max(total, previous.total / max(MAX_STEP, size_ratio))
-        total = min(total, previous.total * MAX_STEP)
-    return min(total, MAX_LAUNCHES)
+        least = previous.total / max(MAX_STEP, size_ratio)
+        most = previous.total * MAX_STEP
+        total = min(most, max(least, total))
+    return int(min(total, MAX_LAUNCHES))

@@ -140,10 +140,12 @@ class Sweep:
         smallest = min(size_bytes, self._measurer.size_bytes(collective, 1))
         try:
             self._measurer.run_once(collective, smallest)
-        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        except (ValueError, TypeError) as error:  # the arguments are right, so torch does not support them
+            return _take_first_line(error) or type(error).__name__
+        except RuntimeError as error:  # also NotImplementedError, which is a RuntimeError
             message = _take_first_line(error) or type(error).__name__
-            is_unsupported = any(text in message.lower() for text in _UNSUPPORTED)
-            if isinstance(error, RuntimeError) and not is_unsupported:  # for example, another rank has failed
+            # Other errors have other causes. For example, another rank may have failed.
+            if not any(text in message.lower() for text in _UNSUPPORTED):
                 raise
             return message
         return ""

@@ -20,7 +20,7 @@ HEADER = (
 def format_title(collective: Collective, dtype: str, world: World) -> str:
     """Return the line above the table of one collective."""
     operation = f"{collective.name} {dtype_named(dtype).torch}"
-    if collective.sums:
+    if collective.adds_values:
         operation += " sum"
     ranks = "1 rank" if world.ranks == 1 else f"{world.ranks} ranks"
     title = f"# {operation}, {ranks}, {world.backend}"

@@ -55,35 +55,48 @@ def table_position(rank: int, iteration: int) -> int:
     return (rank * _RANK_STEP + iteration * _ITERATION_STEP) % PERIOD
 
 
-def iterate_blocks(count: int, first: int, length: int) -> Iterator[tuple[int, int, int]]:
-    """Divide `count` elements into blocks, and yield the start, the table position and the length of each.
+class BlockRange(NamedTuple):
+    """A range of a buffer's elements that is processed at once, and the part of the table for it."""
+
+    start: int
+    """Index of the first element, relative to the elements that are divided into blocks."""
+    table_start: int
+    """Index in the table of the value for the first element."""
+    length: int
+
+
+def iterate_blocks(count: int, table_start: int, block_length: int) -> Iterator[BlockRange]:
+    """Divide `count` elements into blocks, and yield the range of each. The last block may be shorter.
 
     Parameters
     ----------
-    first : position of the first element in the table. It may exceed the table, which is periodic.
-    length : number of elements in a block. The last block may be shorter.
+    table_start : index in the table of values of the value for the first element. The table is periodic, so
+        the index may be larger than the table.
     """
-    for start in range(0, count, length):
-        yield start, (first + start) % PERIOD, min(length, count - start)
+    for start in range(0, count, block_length):
+        yield BlockRange(start, (table_start + start) % PERIOD, min(block_length, count - start))
 
 
 def make_table(dtype: Dtype, ranks: int) -> array.array[int]:
-    """Return the table of integers, whose sum over all ranks is exact in `dtype`."""
-    modulus = min(max(2, dtype.exact // ranks + 1), _MAX_NUMBER)
-    # How many of 2 ** 16 numbers are not 0. If there are more ranks than the largest exact integer, only few
-    # numbers are not 0. The sum is then expected to be half of the largest exact integer.
-    nonzero = 1 << 16
-    if ranks > dtype.exact:
-        nonzero = (dtype.exact << 15) // ranks
+    """Return the table from which the inputs of all ranks are filled: `PERIOD` integers from a hash function.
+
+    The integers are so small that the sum of one integer of each rank is exact in `dtype`.
+    """
+    # The integers are in range(limit), so the sum is at most ranks * (limit - 1) <= largest_exact.
+    limit = min(max(2, dtype.largest_exact // ranks + 1), _MAX_NUMBER)
+    # With more ranks than `largest_exact`, even a sum of ones is too large. Then most integers are 0, and the
+    # mean of the sum over all ranks is at most half of `largest_exact`.
+    nonzero_of_65536 = 65_536
+    if ranks > dtype.largest_exact:
+        nonzero_of_65536 = 65_536 * dtype.largest_exact // (2 * ranks)
     table = array.array("i")
     for index in range(PERIOD):
         bits = _hash(index + 1)
-        # The upper half of the hash decides whether the number is 0. Its value depends on the whole hash.
-        upper_half = bits >> 16
-        number = 0
-        if upper_half < nonzero:
-            number = bits % modulus
-        table.append(number)
+        # The upper 16 of the 32 bits decide whether the integer is 0. Its value depends on all bits.
+        if bits >> 16 < nonzero_of_65536:
+            table.append(bits % limit)
+        else:
+            table.append(0)
     return table
 
 
@@ -98,10 +111,10 @@ def _hash(number: int) -> int:
     return mixed ^ mixed >> 16
 
 
-def fill_from_table(buffer: torch.Tensor, table: torch.Tensor, first: int, length: int) -> None:
-    """Fill `buffer` from the periodic `table`, from position `first` on, in blocks of `length` elements."""
-    for start, position, count in iterate_blocks(buffer.numel(), first, length):
-        buffer[start : start + count].copy_(table[position : position + count])
+def fill_from_table(buffer: torch.Tensor, table: torch.Tensor, table_start: int, block_length: int) -> None:
+    """Fill `buffer` from the periodic `table`, from the index `table_start` on, block by block."""
+    for start, position, length in iterate_blocks(buffer.numel(), table_start, block_length):
+        buffer[start : start + length].copy_(table[position : position + length])
 
 
 class Noise:
@@ -113,17 +126,17 @@ class Noise:
     def __init__(self, dtype: Dtype, device: torch.device) -> None:
         import torch
 
-        self._block = BLOCK[device.type]
+        self._block_length = BLOCK[device.type]
         values = torch.rand(PERIOD, generator=torch.Generator().manual_seed(0)) * 2 - 1
         values = values.to(getattr(torch, dtype.torch))
-        self._table = values.to(device).repeat(2 + self._block // PERIOD)
+        self._table = values.to(device).repeat(2 + self._block_length // PERIOD)
 
     def fill(self, buffer: torch.Tensor, rank: int, number: int) -> None:
         """Fill a buffer of `rank` with random numbers, which depend on the rank and on `number`.
 
         If a rank has several buffers, `number` distinguishes them.
         """
-        fill_from_table(buffer, self._table, table_position(rank, number), self._block)
+        fill_from_table(buffer, self._table, table_position(rank, number), self._block_length)
 
 
 class Difference(NamedTuple):
@@ -153,22 +166,23 @@ class ExpectedValues:
     def __init__(self, dtype: Dtype, ranks: int, device: torch.device) -> None:
         import torch
 
-        single = torch.frombuffer(make_table(dtype, ranks), dtype=torch.int32)
-        total = single
+        integers = torch.frombuffer(make_table(dtype, ranks), dtype=torch.int32)
+        sums = integers
         for rank in range(1, ranks):
-            total = total + single.roll(-(rank * _RANK_STEP) % PERIOD)
-        assert int(total.max()) <= dtype.exact, (dtype, ranks)
+            sums = sums + integers.roll(-(rank * _RANK_STEP) % PERIOD)
+        assert int(sums.max()) <= dtype.largest_exact, (dtype, ranks)
         self._bits = getattr(torch, dtype.bits)
-        self._block = BLOCK[device.type]
+        self._block_length = BLOCK[device.type]
         torch_dtype = getattr(torch, dtype.torch)
         # The table is repeated, so that a block can begin at any position of the first period.
-        repeats = 2 + self._block // PERIOD
-        self._single = single.to(torch_dtype).to(device).repeat(repeats)
-        self._total = total.to(torch_dtype).to(device).repeat(repeats)
+        repeats = 2 + self._block_length // PERIOD
+        self._input_table = integers.to(torch_dtype).to(device).repeat(repeats)
+        # The sums over all ranks of the inputs. Its first period begins where the input of rank 0 begins.
+        self._sum_table = sums.to(torch_dtype).to(device).repeat(repeats)
 
     def fill(self, buffer: torch.Tensor, rank: int, iteration: int) -> None:
         """Fill `buffer` with the input of `rank` for this iteration."""
-        fill_from_table(buffer, self._single, table_position(rank, iteration), self._block)
+        fill_from_table(buffer, self._input_table, table_position(rank, iteration), self._block_length)
 
     def count_wrong(self, buffer: torch.Tensor, result: Sequence[Segment], iteration: int) -> int:
         """Return how many elements of `buffer` differ from their expected values.
@@ -218,19 +232,18 @@ class ExpectedValues:
         result : the expected content of the buffer. Each segment is part of a rank's input or of the sum.
         """
         for segment in result:
-            table = self._single
-            source = segment.source
-            # The sum over all ranks has a table of its own, which begins at the position of rank 0.
-            if source is None:
-                table = self._total
-                source = 0
-            # The input of each rank begins at another position of the table, which is periodic. A block never
-            # crosses the table's end, because the table on the device has several periods.
-            first = table_position(source, iteration) + segment.offset
-            for offset, position, length in iterate_blocks(segment.count, first, self._block):
-                start = segment.start + offset
-                expected = table[position : position + length]
-                yield _Block(start, expected, buffer[start : start + length])
+            if segment.source is None:  # the sum over all ranks
+                table = self._sum_table
+                table_start = table_position(0, iteration)  # the sums are in the order of rank 0's input
+            else:
+                table = self._input_table
+                table_start = table_position(segment.source, iteration)
+            table_start += segment.offset
+            for block in iterate_blocks(segment.count, table_start, self._block_length):
+                # A block never crosses the table's end, because the table on the device has several periods.
+                expected = table[block.table_start : block.table_start + block.length]
+                start = segment.start + block.start
+                yield _Block(start, expected, buffer[start : start + block.length])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,17 +254,17 @@ class Dtype:
     torch: str
     nccl: str
     item_bytes: int
-    exact: int
+    largest_exact: int
     """Largest integer up to which all integers are exact. Sums up to it do not depend on the order."""
     bits: str
     """The integer type of the same width, which is used to compare bit by bit."""
 
 
 DTYPES: tuple[Dtype, ...] = (
-    Dtype(name="fp32", torch="float32", nccl="float", item_bytes=4, exact=1 << 24, bits="int32"),
-    Dtype(name="bf16", torch="bfloat16", nccl="bfloat16", item_bytes=2, exact=1 << 8, bits="int16"),
-    Dtype(name="fp16", torch="float16", nccl="half", item_bytes=2, exact=1 << 11, bits="int16"),
-    Dtype(name="fp64", torch="float64", nccl="double", item_bytes=8, exact=1 << 53, bits="int64"),
+    Dtype(name="fp32", torch="float32", nccl="float", item_bytes=4, largest_exact=1 << 24, bits="int32"),
+    Dtype(name="bf16", torch="bfloat16", nccl="bfloat16", item_bytes=2, largest_exact=1 << 8, bits="int16"),
+    Dtype(name="fp16", torch="float16", nccl="half", item_bytes=2, largest_exact=1 << 11, bits="int16"),
+    Dtype(name="fp64", torch="float64", nccl="double", item_bytes=8, largest_exact=1 << 53, bits="int64"),
 )
 
 

@@ -16,7 +16,7 @@ from imgkit_entrypoints.launch.preflight.run import STORE
 from imgkit_entrypoints.rollcall import messages
 from imgkit_entrypoints.rollcall.messages import MeasureRequest, MeasureResult
 
-EARLIER_S = 1.5
+ANSWER_MARGIN_S = 1.5
 """Seconds before the time limit of a stage at which a process reports that it is not done.
 
 The report then reaches the node agent in time.
@@ -28,7 +28,7 @@ MAX_ERROR_CHARACTERS = 300
 def give_up(connection: socket.socket, request: MeasureRequest) -> None:
     """Report to the node agent that a stage was not done in time, and end this process."""
     culprit = "it hangs" if len(request.group) == 1 else "this node or a partner hangs"
-    error = f"not done within {request.limit_s - EARLIER_S:g} s: {culprit}"
+    error = f"not done within {request.limit_s - ANSWER_MARGIN_S:g} s: {culprit}"
     send(connection, MeasureResult(stage=request.stage, error=error))
     os._exit(0)
 
@@ -41,14 +41,15 @@ def send(connection: socket.socket, answer: MeasureResult) -> None:
 def measure_all(connection: socket.socket) -> None:
     """Answer each request of the node agent within its time limit, until the node agent closes the socket.
 
-    A request is for one stage: a measurement of this node alone, or together with another node.
+    A request is for one stage: a measurement of this node alone, or together with another node. If a stage is
+    not done in time, `give_up` answers and ends this process.
     """
     for line in connection.makefile("rb"):
         request = messages.decode(line)
         assert isinstance(request, MeasureRequest)
-        # A collective that hangs cannot be interrupted. In this case a timer thread answers and ends the
-        # process.
-        timer = threading.Timer(max(0.5, request.limit_s - EARLIER_S), give_up, (connection, request))
+        # Use another thread, because a collective that hangs cannot be interrupted.
+        delay_s = max(0.5, request.limit_s - ANSWER_MARGIN_S)
+        timer = threading.Timer(delay_s, give_up, (connection, request))
         timer.daemon = True
         timer.start()
         send(connection, answer_request(request))

@@ -63,13 +63,10 @@ def measure(request: MeasureRequest) -> MeasureResult:
 
 def check_node(host: facts.HostFacts, kind: str) -> Sequence[Check]:
     """Run dist-doctor's checks on this node, and return their results."""
-    # 2 means a run on several nodes, in which problems of NCCL between nodes are failures. With 1, they are
-    # only warnings. Runs on CPUs use Gloo, which does not have these problems.
-    nnodes = 1
-    if kind == "cuda":
-        nnodes = 2
+    # A run on CPUs uses Gloo, so problems of NCCL between nodes are only warnings for it.
+    uses_nccl = kind == "cuda"
     reader = facts.Reader(root=facts.root_of(os.environ))
-    return examine(host, facts.system_facts(), os.environ, reader=reader, nnodes=nnodes)
+    return examine(host, facts.system_facts(), os.environ, reader=reader, has_several_nodes=uses_nccl)
 
 
 def describe_checks(checks: Sequence[Check], verdict: Verdict) -> tuple[str, ...]:
@@ -115,21 +112,30 @@ def _multiply(matrices: Sequence[torch.Tensor], results: Sequence[torch.Tensor],
 
 
 def measure_pair_GBps(request: MeasureRequest, kind: str) -> float:
-    """Measure the bandwidth between the two nodes of ``request.group``, for each direction, in GB/s."""
-    # The preflight is a measurement before the start of a run. A process on the head (node 0) serves the
-    # store, over which the two nodes find each other. Each pair has keys of its own in each stage.
+    """Measure the bandwidth between the two nodes of ``request.group``, for each direction, in GB/s.
+
+    Both nodes call this function at the same time. They find each other over a key-value store, which a
+    process on node 0 serves at the port ``request.store``.
+
+    Parameters
+    ----------
+    kind : ``cuda`` to exchange data between the first GPU of each node, or ``cpu``.
+    """
     limit = datetime.timedelta(seconds=request.limit_s)
     store = dist.TCPStore(os.environ["MASTER_ADDR"], request.store, is_master=False, timeout=limit)
+    # All pairs of all stages use the same store, so each has a prefix for its keys.
+    pair_store = dist.PrefixStore(f"{request.stage}/{request.group[0]}", store)
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", 0)
     with ranks.join_group(
         request.limit_s,
         device=device,
-        store=dist.PrefixStore(f"{request.stage}/{request.group[0]}", store),
+        store=pair_store,
         rank=request.group.index(int(os.environ["GROUP_RANK"])),
         world_size=len(request.group),
-    ) as group:
+    ) as pair_ranks:
+        # The measurer of dist-bench, with its options as on a command line. All others have their defaults.
         argv = ["--timeout", str(request.limit_s), "--seconds", str(EXCHANGE_S), "--no-verify"]
-        measurer = setup.set_up(options.read_options(argv), group).measurer
+        measurer = setup.set_up(options.read_options(argv), pair_ranks).measurer
         return exchange.measure_exchange_GBps(measurer, EXCHANGED_BYTES[kind])

@@ -41,7 +41,7 @@ PER_RANK = ("run_dir", "stop_after_s", "log_to")
 
 
 def main() -> None:
-    """Train to the last step, or until a stop request; the state is saved in both cases."""
+    """Run one worker: train to the last step or until a request to stop, save the state, and exit."""
     start_up = StartUp.from_env(os.environ)
     start_up.record("imports")
     try:
@@ -56,8 +56,11 @@ def main() -> None:
         with workers.join_group() as ranks:
             start_up.record("process_group")
             sys.exit(train(config, run, ranks, start_up))
+    # Both functions below end this process. A CheckFailed, which is an ImgkitError, may concern only this
+    # rank, so its message is printed in any case.
     except CheckFailed as error:
-        _end_at_failure(error)
+        _exit_with_failure(error)
+    # All ranks raise any other ImgkitError, such as one about an option. One message per node is enough.
     except ImgkitError as error:
         workers.refuse(_describe_refusal(error), error.exit_code)
 
@@ -88,7 +91,7 @@ def _describe_refusal(error: ImgkitError) -> str:
     return text
 
 
-def _end_at_failure(error: CheckFailed) -> NoReturn:
+def _exit_with_failure(error: CheckFailed) -> NoReturn:
     """Report an error that this rank has raised during training, and end this worker."""
     text = f"dist-train: {error}"
     trace = ""
@@ -142,7 +145,7 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     trainer = Trainer(config, create_model(config), loss, steps, ranks, clock)
     start_up.record("model")
     feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
-    batches = feed.steps(start, steps)
+    batches = feed.iterate_steps(start, steps)
     # The warm-up needs a batch, so take the first one here. `all_steps` below puts it back in front.
     first_step = next(batches)
     _, first_micro_batches = first_step

@@ -82,60 +82,64 @@ class Batches:
         self._slices = functools.cache(functools.partial(order.micro_batches, rank=ranks.rank))
         self._permutation = functools.lru_cache(maxsize=1)(self._draw_permutation)
         self._is_small = isinstance(self._samples, TensorSamples) and self._samples.size_bytes <= SMALL_BYTES
-        self._shuffled = functools.lru_cache(maxsize=1)(self._shuffle_all)
+        self._shuffled_on_device = functools.lru_cache(maxsize=1)(self._shuffle_all)
         self.waited_s = 0.0
         """Total time in seconds that the training has waited for batches."""
 
-    def steps(self, start: Position, steps: int) -> Iterator[tuple[Position, list[MicroBatch]]]:
+    def iterate_steps(self, start: Position, last_step: int) -> Iterator[tuple[Position, list[MicroBatch]]]:
         """Yield the micro-batches of each step, together with the position in the data after the step.
 
         Parameters
         ----------
         start : position at which the run begins, or from which it resumes.
-        steps : number of steps of the whole run.
+        last_step : number of steps of the whole run.
         """
-        # Data with a method `batch` returns whole batches. From other data, samples are loaded one by one.
-        sample_batches: Iterator[Any] | None = None
-        if not hasattr(self._samples, "batch"):
-            # The requests must be for the same batches, in the same order, as the loop below takes.
-            requests = self._iterate_requests(start, steps)
-            sample_batches = load_samples(self._samples, requests, self._config, self._ranks)
+        loaded_batches = self._load_batches(start, last_step)
         position = start
-        clock = time.perf_counter
-        while position.step < steps:
-            start_s = clock()
+        while position.step < last_step:
+            start_s = time.perf_counter()
             micro_batches = []
             for slice_of_step in self._slices(self._order.samples_at(position)):
-                batch = self._make_batch(position, slice_of_step, sample_batches)
+                if loaded_batches is None:  # the data returns whole batches
+                    batch = self._take_batch(position, slice_of_step)
+                else:  # these batches are in the order of this loop
+                    batch = self._move_to_device(next(loaded_batches))
                 micro_batches.append(MicroBatch(batch, slice_of_step.weight, slice_of_step.last))
             position = self._order.next_position(position)
-            self.waited_s += clock() - start_s  # without the time in which the caller computes
+            # The caller computes during the `yield`, so that time does not count.
+            self.waited_s += time.perf_counter() - start_s
             yield position, micro_batches
 
-    def _make_batch(self, position: Position, piece: MicroBatchSlice, loaded: Iterator[Any] | None) -> Any:
-        """Return the samples of a micro-batch on the device.
+    def _take_batch(self, position: Position, slice_of_step: MicroBatchSlice) -> Any:
+        """Return the samples of a micro-batch on the device, from data that returns whole batches.
 
         Parameters
         ----------
         position : position in the data at which the step begins.
-        piece : the micro-batch's samples, relative to the step.
-        loaded : iterator over the batches that `load_samples` loads, or None if the data returns whole
-            batches.
+        slice_of_step : the range of the micro-batch's samples, relative to the step.
         """
-        if loaded is not None:
-            # It yields the batches in the order of the steps, so `position` is not needed.
-            return self._move_to_device(next(loaded))
-        first = position.consumed + piece.first
-        end = position.consumed + piece.end
-        if self._is_small:  # all samples are on the device, already in the order of this epoch
-            return tuple(tensor[first:end] for tensor in self._shuffled(position.epoch))
+        first = position.consumed + slice_of_step.first
+        end = position.consumed + slice_of_step.end
+        # If all samples together are small (64 MiB), the device has them, already in the order of the epoch.
+        if self._is_small:
+            return tuple(tensor[first:end] for tensor in self._shuffled_on_device(position.epoch))
         indices = self._permutation(position.epoch)[first:end]
         return self._move_to_device(self._samples.batch(indices))
 
-    def _iterate_requests(self, start: Position, steps: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def _load_batches(self, start: Position, last_step: int) -> Iterator[Any] | None:
+        """Return the batches of all micro-batches, in the order of the steps, each when it is loaded.
+
+        This is for data from which samples are loaded one by one. Return None for data with a method `batch`.
+        """
+        if hasattr(self._samples, "batch"):
+            return None
+        requests = self._iterate_requests(start, last_step)
+        return load_samples(self._samples, requests, self._config, self._ranks)
+
+    def _iterate_requests(self, start: Position, last_step: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield the epoch and the indices of the samples of each micro-batch, for `load_samples`."""
         position = start
-        while position.step < steps:
+        while position.step < last_step:
             permutation = self._permutation(position.epoch)[position.consumed :]
             for slice_of_step in self._slices(self._order.samples_at(position)):
                 yield position.epoch, permutation[slice_of_step.first : slice_of_step.end]
@@ -209,7 +213,7 @@ def load_samples(
         if "DataLoader worker" not in str(error):
             raise
         raise CheckFailed(
-            f"a data worker died{seeded.current_samples(str(error))}: {error}",
+            f"a data worker died{seeded.describe_lost_samples(str(error))}: {error}",
             where=where,
             hint="often memory or /dev/shm ran out; --workers 0 shows the error of a bad sample",
         ) from error
@@ -259,9 +263,9 @@ class _SeededSamples:
     def __init__(self, samples: Any, seed: int, workers: int) -> None:
         self._samples = samples
         self._seed = seed
-        # The process id and the current sample of each worker process, in shared memory. If a worker process
-        # dies, it cannot report its sample, so the main process reads it here.
-        self._current = torch.zeros(workers, 2, dtype=torch.int64).share_memory_()
+        # A row for each worker process, in shared memory: its process id, and the index of its sample. If a
+        # worker process dies, it cannot report its sample, so the main process reads it here.
+        self._current_samples = torch.zeros(workers, 2, dtype=torch.int64).share_memory_()
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -281,7 +285,7 @@ class _SeededSamples:
         for epoch, index in keys:
             random_state.seed_everything(seed_of(self._seed, "sample", epoch, index))
             if worker is not None:
-                self._current[worker.id] = torch.tensor([os.getpid(), index])
+                self._current_samples[worker.id] = torch.tensor([os.getpid(), index])
             try:
                 samples.append(self._samples[index])
             except Exception as error:  # the data set is the user's
@@ -291,17 +295,25 @@ class _SeededSamples:
             random_state.restore(state)
         return batch
 
-    def current_samples(self, message: str) -> str:
-        """Return a text that names the samples which dead worker processes were loading, or "".
+    def describe_lost_samples(self, message: str) -> str:
+        """Return a clause that names the samples which dead worker processes were loading, or "".
 
-        torch's message contains the ids of these processes:
-        ``DataLoader worker (pid(s) 71, 72) exited unexpectedly``.
+        An example is `` at sample 3, 7 of the data``.
+
+        Parameters
+        ----------
+        message : torch's message with the ids of these processes, such as ``DataLoader worker (pid(s) 71, 72)
+            exited unexpectedly``.
         """
-        dead_processes = set(map(int, re.findall(r"\d+", message)))
-        samples = [str(index) for process, index in self._current.tolist() if process in dead_processes]
-        if not samples:
+        # Any number counts as a process id. Other numbers do no harm, as no row below has them as its id.
+        dead_process_ids = set(map(int, re.findall(r"\d+", message)))
+        lost_indices = []
+        for process_id, index in self._current_samples.tolist():
+            if process_id in dead_process_ids:
+                lost_indices.append(str(index))
+        if not lost_indices:
             return ""
-        return f" at sample {', '.join(samples)} of the data"
+        return f" at sample {', '.join(lost_indices)} of the data"
 
 
 def _describe_failure(index: int, error: Exception) -> _Failure:

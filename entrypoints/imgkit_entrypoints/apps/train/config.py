@@ -147,9 +147,29 @@ def _check_loggers(text: str) -> str:
 
 
 # Options that define a run. A start in which one of them has another value cannot resume the run.
-SAME = ["model", "data", "step", "samples", "image_size", "seed", "dtype", "amp", "optimizer", "global_batch"]
+MUST_BE_EQUAL = [
+    "model",
+    "data",
+    "step",
+    "samples",
+    "image_size",
+    "seed",
+    "dtype",
+    "amp",
+    "optimizer",
+    "global_batch",
+]
 # Options that may change between two starts of a run. Each change is reported.
-REPORTED = ["lr", "momentum", "weight_decay", "schedule", "warmup_steps", "clip", "compile", "deterministic"]
+MAY_CHANGE = [
+    "lr",
+    "momentum",
+    "weight_decay",
+    "schedule",
+    "warmup_steps",
+    "clip",
+    "compile",
+    "deterministic",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -365,7 +385,7 @@ class Config:
 
         Raises
         ------
-        UsageError : options in `SAME` differ, so this would be another run. The message names all of them.
+        UsageError : options that define a run differ (`MUST_BE_EQUAL`). The message names all of them.
         """
         config = self
         if self.global_batch is None:
@@ -374,16 +394,19 @@ class Config:
         config._refuse_contradictions(saved, where)
         options = config.values()
         changes = []
-        for name in REPORTED:
+        for name in MAY_CHANGE:
             if name in saved and options[name] != saved[name]:
                 changes.append(f"{name} was {saved[name]}, now {options[name]}")
         return config, changes
 
     def _refuse_contradictions(self, saved: Mapping[str, Any], where: Path) -> None:
-        """Raise UsageError if an option in `SAME` differs from the options in a checkpoint."""
+        """Raise UsageError if an option that defines a run, such as the model, differs from a checkpoint.
+
+        An option that the checkpoint does not have is left out.
+        """
         options = self.values()
         contradictions = []
-        for name in SAME:
+        for name in MUST_BE_EQUAL:
             if name in saved and options[name] != saved[name]:
                 contradictions.append(f"{name} is {options[name]!r}, the checkpoint has {saved[name]!r}")
         if contradictions:

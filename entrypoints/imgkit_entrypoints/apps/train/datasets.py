@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from imgkit_entrypoints.apps.train.config import Config
 from imgkit_entrypoints.apps.train.models import CLASSES, CONTEXT, FEATURES, VOCABULARY
@@ -82,53 +82,66 @@ class TextFile:
         return rows[:, :-1], rows[:, 1:]
 
 
-def _make_regression(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Return data for linear regression: y = w.x + b plus a little noise.
+def _make_regression(count: int, pattern_generator: Generator, sample_generator: Generator) -> TensorSamples:
+    """Return `count` samples for linear regression: y = w.x + b plus a little noise.
 
-    `truth` generates the pattern (w and b), which is the same for all splits. `draw` generates the samples.
+    `pattern_generator` generates the pattern (w and b), which is the same for all splits. `sample_generator`
+    generates the samples.
     """
-    weights = torch.randn(FEATURES, 1, generator=truth)
-    bias = torch.randn(1, generator=truth)
-    inputs = torch.randn(samples, FEATURES, generator=draw)
-    noise = NOISE * torch.randn(samples, 1, generator=draw)
+    weights = torch.randn(FEATURES, 1, generator=pattern_generator)
+    bias = torch.randn(1, generator=pattern_generator)
+    inputs = torch.randn(count, FEATURES, generator=sample_generator)
+    noise = NOISE * torch.randn(count, 1, generator=sample_generator)
     return TensorSamples(inputs, inputs @ weights + bias + noise)
 
 
-def _make_classes(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Return data for classification. The class of a sample is the largest of CLASSES random projections.
+def _make_classes(count: int, pattern_generator: Generator, sample_generator: Generator) -> TensorSamples:
+    """Return `count` samples for classification, whose class is the largest of CLASSES random projections.
 
-    `truth` generates the projections, which are the same for all splits. `draw` generates the samples.
+    `pattern_generator` generates the projections, which are the same for all splits. `sample_generator`
+    generates the samples.
     """
-    inputs = torch.randn(samples, FEATURES, generator=draw)
-    projections = torch.randn(FEATURES, CLASSES, generator=truth)
+    inputs = torch.randn(count, FEATURES, generator=sample_generator)
+    projections = torch.randn(FEATURES, CLASSES, generator=pattern_generator)
     return TensorSamples(inputs, (inputs @ projections).argmax(1))
 
 
-def _make_images(samples: int, truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Return images of 3x32x32 pixels. All images of a class show the same picture with different noise.
+def _make_images(count: int, pattern_generator: Generator, sample_generator: Generator) -> TensorSamples:
+    """Return `count` images of 3x32x32 pixels. All of a class show the same picture with different noise.
 
-    `truth` generates the pictures, which are the same for all splits. `draw` generates the samples.
+    `pattern_generator` generates the pictures, which are the same for all splits. `sample_generator`
+    generates the samples.
     """
-    labels = torch.randint(CLASSES, (samples,), generator=draw)
-    pictures = torch.randn(CLASSES, 3, 32, 32, generator=truth)
-    return TensorSamples(pictures[labels] + torch.randn(samples, 3, 32, 32, generator=draw), labels)
+    labels = torch.randint(CLASSES, (count,), generator=sample_generator)
+    pictures = torch.randn(CLASSES, 3, 32, 32, generator=pattern_generator)
+    noise = torch.randn(count, 3, 32, 32, generator=sample_generator)
+    return TensorSamples(pictures[labels] + noise, labels)
 
 
-def _make_sequences(samples: int, _truth: torch.Generator, draw: torch.Generator) -> TensorSamples:
-    """Return sequences of bytes that count up. Each sample has a random first byte and stride (1 to 8)."""
-    first = torch.randint(VOCABULARY, (samples, 1), generator=draw)
-    stride = torch.randint(1, 9, (samples, 1), generator=draw)
+def _make_sequences(count: int, _pattern_generator: Generator, sample_generator: Generator) -> TensorSamples:
+    """Return `count` sequences of bytes that count up, each with a random first byte and stride (1 to 8)."""
+    first = torch.randint(VOCABULARY, (count, 1), generator=sample_generator)
+    stride = torch.randint(1, 9, (count, 1), generator=sample_generator)
     rows = (first + stride * torch.arange(CONTEXT + 1)) % VOCABULARY
     return TensorSamples(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
 
 
-# The default number of samples and the function that generates them, for each built-in model.
-_BUILT_IN: Mapping[str, tuple[int, Callable[[int, torch.Generator, torch.Generator], TensorSamples]]] = {
-    "linear": (2048, _make_regression),
-    "mlp": (2048, _make_classes),
-    "resnet18": (2048, _make_images),
-    "resnet50": (2048, _make_images),
-    "gpt": (4096, _make_sequences),
+class _BuiltInData(NamedTuple):
+    """The generated data for a built-in model."""
+
+    default_count: int
+    generate: Callable[[int, Generator, Generator], TensorSamples]
+    """Returns a number of samples. The two generators are those of the pattern and of the samples."""
+    kind: str
+    """Kind of data that the model reads: ``numbers``, ``images`` or ``text``."""
+
+
+_BUILT_IN: Mapping[str, _BuiltInData] = {
+    "linear": _BuiltInData(2048, _make_regression, "numbers"),
+    "mlp": _BuiltInData(2048, _make_classes, "numbers"),
+    "resnet18": _BuiltInData(2048, _make_images, "images"),
+    "resnet50": _BuiltInData(2048, _make_images, "images"),
+    "gpt": _BuiltInData(4096, _make_sequences, "text"),
 }
 
 
@@ -145,19 +158,20 @@ def load_built_in(config: Config, split: str) -> TensorSamples | TextFile | Imag
         raise UsageError(
             f"there is no built-in data for {config.model}", hint="name your own: --data MOD:FN or file.py:FN"
         )
-    # The default number of samples, and the function that generates them.
-    default_samples, generate = _BUILT_IN[config.model]
+    built_in = _BUILT_IN[config.model]
     if config.data == "builtin":
         # The pattern to learn is the same for all splits, but the samples differ.
-        truth = torch.Generator().manual_seed(config.seed)
-        draw = torch.Generator().manual_seed(seed_of(config.seed, split))
-        return generate(config.samples or default_samples, truth, draw)
+        pattern_generator = Generator().manual_seed(config.seed)
+        sample_generator = Generator().manual_seed(seed_of(config.seed, split))
+        return built_in.generate(
+            config.samples or built_in.default_count, pattern_generator, sample_generator
+        )
     path = Path(config.data)
     if path.is_dir():
-        if generate is not _make_images:  # only models for images can read an image folder
+        if built_in.kind != "images":
             raise _make_model_error(config, "images", "resnet18 or resnet50")
         return ImageFolder(path, split, config.image_size)
-    if config.model != "gpt" or not path.is_file():
+    if built_in.kind != "text" or not path.is_file():
         raise _make_model_error(config, "a text file", "gpt")
     return TextFile(path, split)
 

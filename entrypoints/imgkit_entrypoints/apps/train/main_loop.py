@@ -112,33 +112,36 @@ class MainLoop:
         for position, micro_batches in steps:
             run.begins()  # tells the watchdog, which detects hangs, that the batch is there
             step = position.step  # the position is that after the step, so the first step has the number 1
-            is_evaluated = is_due(step, eval_every, last_step)
-            # Numbers are logged only after these steps, so the norm of the gradient is only measured in them.
-            is_measured = is_evaluated or is_due(step, save_every, last_step) or run.looks()
-            self.trainer.step(step - 1, micro_batches, measured=is_measured)
+            is_evaluation_due = is_due(step, eval_every, last_step)
+            is_save_due = is_due(step, save_every, last_step)
+            will_log = run.looks()  # the ranks will add up and log their numbers after this step
+            # An evaluation or a save also logs numbers. The norm of the gradient is only needed for the log.
+            is_measured = will_log or is_evaluation_due or is_save_due
+            self.trainer.take_step(step - 1, micro_batches, measure_norm=is_measured)
             if step == workload.start + 1:
                 self.start_up.record("first_step")
             # Set the position before anything is saved: the course is part of a checkpoint.
             self.course.position = position
-            # This ends the step for the run library, on all ranks together. It may also set `run.stopping`.
-            is_saved = run.due(save_every=save_every)
-            if is_evaluated:
+            # `due` ends the step for the run library, on all ranks together. It may also set `run.stopping`.
+            must_save = run.due(save_every=save_every)
+            if is_evaluation_due:
                 self._evaluate(step)
-            # The state after the last step is saved at the end of `with self.run`.
-            if (is_saved or run.stopping) and step < last_step:
-                run.save()
+            if (must_save or run.stopping) and step < last_step:
+                run.save()  # does not return if the run is stopping
 
     def _evaluate(self, step: int) -> None:
-        """Compute and report the loss on held-out data, unless the run is stopping.
+        """Compute and report the loss on held-out data, unless there is none or the run is stopping.
 
-        All ranks must call this method, even without held-out data.
+        All ranks must call this method, because `Run.pause` is a collective call.
         """
-        with self.run.pause():
-            if self.evaluation and not self.run.stopping:
-                start_s = time.perf_counter()
-                loss = self.evaluation.loss(self.run.lives)
-                if self.report:
-                    self.report.report_evaluation(step, loss, time.perf_counter() - start_s)
+        with self.run.pause():  # the time of this block does not count for a step; it may set `run.stopping`
+            if self.evaluation is None or self.run.stopping:
+                return
+            start_s = time.perf_counter()
+            # `lives` tells the watchdog after each batch that this rank is busy.
+            loss = self.evaluation.compute_loss(on_batch=self.run.lives)
+            if self.report:  # only rank 0 has a log
+                self.report.report_evaluation(step, loss, time.perf_counter() - start_s)
 
 
 def find_checkpoint(config: Config, run: Run) -> Checkpoint | None:

@@ -79,10 +79,21 @@ NEEDS = (
 )
 
 
-def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
-    """Parse the options of a command line and of its ``--config`` file, and check them.
+def check(argv: Sequence[str], env: Mapping[str, str]) -> None:
+    """Check the options before any worker is started.
 
-    Options on the command line override options in the file.
+    Raises
+    ------
+    UsageError : an option is wrong, has no effect, or contradicts another.
+    """
+    parse_options(argv, env)
+
+
+def parse_options(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
+    """Parse and check the options of a command line and of its ``--config`` file.
+
+    Options on the command line override options in the file. Without ``--run-dir``, the run folder comes from
+    IMGKIT_RUN_DIR.
 
     Raises
     ------
@@ -92,8 +103,7 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
     add_options(parser, OPTIONS)
     options = parser.parse_args(argv)
     if options.config:
-        # Parse again, with the options of the file. The last value of an option counts, so the command line
-        # comes after the file.
+        # The last value of an option counts, so the command line comes after the file.
         options = parser.parse_args([*_read_file(options.config, parser), *argv])
     if options.run_dir is None and env.get("IMGKIT_RUN_DIR"):
         options.run_dir = Path(env["IMGKIT_RUN_DIR"])
@@ -101,7 +111,7 @@ def check(argv: Sequence[str], env: Mapping[str, str]) -> argparse.Namespace:
         options.run_dir = files.in_job_folder(options.run_dir, env)
         hint = "name another folder by --run-dir or IMGKIT_RUN_DIR"
         files.refuse_unusable_folder(options.run_dir, "run folder", where=str(options.run_dir), hint=hint)
-    # `NEEDS` has the options that only have an effect together with others.
+    # Refuse options that have no effect without others, such as --keep without a run folder.
     refuse_unused(parser, options, NEEDS)
     return options
 
@@ -113,10 +123,10 @@ def read_config(argv: Sequence[str], env: Mapping[str, str]) -> Config:
 
     Raises
     ------
-    UsageError : an option is wrong (see `check`), or ``--compile`` does not work in this image.
+    UsageError : an option is wrong (see `parse_options`), or ``--compile`` does not work in this image.
     """
-    options = check(argv, env)
-    del options.config  # the file was read by `check`, and `Config` has no such field
+    options = parse_options(argv, env)
+    del options.config  # the file was already read, and `Config` has no such field
     defaults = MODELS.get(options.model, MODELS["linear"])
     if options.optimizer is None:
         options.optimizer = defaults.optimizer

@@ -95,17 +95,21 @@ class Order:
         rank_start, rank_end = share(samples, rank, self.world_size)
         slices = []
         for index in range(count):
-            start, end = share(rank_end - rank_start, index, count)
-            # DDP divides the sum of the gradients by world_size, which this factor cancels.
-            weight = (end - start) * self.world_size / samples
-            is_last = index == count - 1
-            if start < end:
-                micro_batch = MicroBatchSlice(
-                    first=rank_start + start, end=rank_start + end, weight=weight, last=is_last
+            start_in_rank, end_in_rank = share(rank_end - rank_start, index, count)
+            size = end_in_rank - start_in_rank
+            first = rank_start + start_in_rank
+            if size == 0:  # the rank has no sample left, so it computes the step's first sample
+                first = 0
+            slices.append(
+                MicroBatchSlice(
+                    first=first,
+                    end=first + max(1, size),
+                    # The share of the step's samples that this micro-batch has. DDP divides the sum of the
+                    # gradients by world_size, which this factor cancels.
+                    weight=size * self.world_size / samples,
+                    last=index == count - 1,
                 )
-            else:  # the rank has no sample left, so it computes the step's first sample with the weight 0
-                micro_batch = MicroBatchSlice(first=0, end=1, weight=weight, last=is_last)
-            slices.append(micro_batch)
+            )
         return tuple(slices)
 
 

@@ -33,6 +33,15 @@ MAX_STEPS = 64
 Interval = tuple[Any, Any]
 
 
+class TimedStep(NamedTuple):
+    """The intervals of a step on this rank."""
+
+    work: list[Interval]
+    """Own work, which the copying of buffers interrupts."""
+    wait: Interval
+    """The wait for the gradients of other ranks."""
+
+
 class StepTimes(NamedTuple):
     """Own work and wait of a step in seconds, averaged over the timed steps. 0 means that none was timed."""
 
@@ -56,14 +65,13 @@ class WorkClock:
         self._start: Any = None
         # Time at which the last gradient was ready, or None.
         self._ready: Any = None
-        # Own work and wait of each timed step.
-        self._timed: list[tuple[list[Interval], Interval]] = []
-        # Steps that ended before the last call of `take_times`, and whose times have not been read yet (GPU
-        # only).
-        self._pending: list[tuple[list[Interval], Interval]] = []
+        # The timed steps since the last call of `take_times`.
+        self._latest_steps: list[TimedStep] = []
+        # The timed steps before that call, whose times have not been read yet (GPU only).
+        self._pending_steps: list[TimedStep] = []
 
     def exclude_buffer_copies(self, model: DistributedDataParallel, *, compiled: bool) -> None:
-        """Exclude the time in which DDP copies the buffers of a model from rank 0.
+        """Pause the clock while DDP copies the buffers of a model from rank 0, in each forward pass.
 
         The copying waits for rank 0, so it must not count as own work of this rank.
 
@@ -71,24 +79,28 @@ class WorkClock:
         ----------
         compiled : True if the model will be compiled with torch.compile.
         """
-        if not self._is_on or next(model.buffers(), None) is None:
+        has_buffers = next(model.buffers(), None) is not None
+        if not self._is_on or not has_buffers:
             return
-
-        # The hooks also run in evaluations, in which the clock does not run.
-        def before_copy(*_: object) -> None:
-            if self._is_running:
-                self._work.append((self._start, self._take_timestamp()))
-                self._start = None
-
-        def after_copy(*_: object) -> None:
-            if self._is_running and self._start is None:
-                self._start = self._take_timestamp()
-
+        resume_work = self._resume_work
+        # Only the module inside DDP is compiled, with its hook. But the hook must run as Python code.
         if compiled:
-            after_copy = torch.compiler.disable(after_copy)
-        model.register_forward_pre_hook(before_copy)
+            resume_work = torch.compiler.disable(resume_work)
         # DDP copies the buffers after its own forward pre-hook, and before the one of the module inside it.
-        model.module.register_forward_pre_hook(after_copy)
+        model.register_forward_pre_hook(self._pause_work)
+        model.module.register_forward_pre_hook(resume_work)
+
+    # The next two methods also run in evaluations, in which the clock does not run.
+    def _pause_work(self, *_: object) -> None:
+        """End the current interval of own work."""
+        if self._is_running:
+            self._work.append((self._start, self._take_timestamp()))
+            self._start = None
+
+    def _resume_work(self, *_: object) -> None:
+        """Begin the next interval of own work, if the work was paused."""
+        if self._is_running and self._start is None:
+            self._start = self._take_timestamp()
 
     def run_first_backward(self, parameters: Sequence[nn.Parameter], backward: Callable[[], object]) -> None:
         """Run the first backward pass, and find the parameter whose gradient is ready last.
@@ -108,7 +120,7 @@ class WorkClock:
     def start_step(self) -> None:
         """Record that the forward pass of a step begins."""
         # A mean of a few steps is enough, so the time of later steps is not measured.
-        self._is_running = self._is_on and len(self._timed) < MAX_STEPS
+        self._is_running = self._is_on and len(self._latest_steps) < MAX_STEPS
         if self._is_running:
             self._work = []
             self._start = self._take_timestamp()
@@ -125,30 +137,39 @@ class WorkClock:
         if self._is_running and self._ready is not None:
             # Own work ends when the last gradient is ready. From then on, this rank waits for the others.
             work = [*self._work, (self._start, self._ready)]
-            self._timed.append((work, (self._ready, self._take_timestamp())))
+            wait = (self._ready, self._take_timestamp())
+            self._latest_steps.append(TimedStep(work, wait))
         self._is_running = False
 
     def take_times(self) -> StepTimes:
         """Return the mean times of the steps since the last call. On a GPU, use the steps before that call.
 
-        The times of CUDA events can only be read after the GPU has reached the events. For the latest steps,
-        this may not be the case yet. The earlier events have been reached, because the caller has since read
-        a sum that the GPU has computed after them.
+        Only some steps are timed. After this call, the next steps are timed again.
         """
-        latest_steps = self._timed
-        self._timed = []  # `start_step` measures again only if this list is not full
-        steps = latest_steps
-        if self._is_cuda:
-            steps = self._pending
-            self._pending = latest_steps
+        steps = self._take_readable_steps()
         if not steps:
             return StepTimes()
         own_s = 0.0
         wait_s = 0.0
-        for work, wait in steps:
-            own_s += sum(map(self._seconds, work))
-            wait_s += self._seconds(wait)
+        for step in steps:
+            own_s += sum(map(self._seconds, step.work))
+            wait_s += self._seconds(step.wait)
         return StepTimes(own_s / len(steps), wait_s / len(steps))
+
+    def _take_readable_steps(self) -> list[TimedStep]:
+        """Return the timed steps whose times can be read now, and forget them.
+
+        The times of CUDA events can only be read after the GPU has reached the events. For the latest steps,
+        this may not be the case yet. The events before the last call have been reached, because the caller
+        has since read a sum that the GPU has computed after them.
+        """
+        latest_steps = self._latest_steps
+        self._latest_steps = []
+        if not self._is_cuda:
+            return latest_steps
+        readable_steps = self._pending_steps
+        self._pending_steps = latest_steps  # for the next call
+        return readable_steps
 
     def _take_timestamp(self) -> Any:
         """Return the current time as the start or the end of an `Interval`."""
@@ -185,7 +206,7 @@ def _record_steps(
     """Yield the steps, and record a trace of those that ``--profile`` selects.
 
     For example, ``100:5`` selects the steps 101 to 105. Each rank writes its trace to the run folder after
-    the last of them.
+    the last of them. A `Position` has the number of its step, which is 1 for the first step of a run.
     """
     traced_steps = config.traced_steps()
     recorder: profile | None = None
@@ -195,8 +216,8 @@ def _record_steps(
                 recorder = _start_recorder(ranks)
             yield position, batch
             # The caller takes the step before it asks for the next one, so the code below runs after it.
-            is_last = position.step + 1 not in traced_steps
-            if recorder is not None and is_last:
+            is_next_traced = position.step + 1 in traced_steps
+            if recorder is not None and not is_next_traced:
                 _write_trace(recorder, config, ranks)
                 recorder = None
     finally:  # if the run has ended during the traced steps, write what was recorded so far

@@ -99,7 +99,7 @@ class RunLog:
         self._last_loss = math.nan
         self._eval_loss = math.nan
         self._skipped = 0
-        self._usual_s = math.nan
+        self._usual_work_s = math.nan
         self._unwritten: list[LatestSteps] = []
         self._training_s = 0.0
         self._evaluation_s = 0.0
@@ -111,20 +111,29 @@ class RunLog:
         self._metrics.write(lambda folder: _drop_lines_after(folder / METRICS, workload.start))
 
     def add(self, latest: LatestSteps) -> None:
-        """Add the sums of the latest steps, and write a line of progress if it is due."""
+        """Add the sums of the latest steps, report slow ranks, and write a line of progress if it is due."""
         if math.isnan(self._first_loss):
             self._first_loss = latest.loss
         self._skipped += latest.skipped
-        self._unwritten.append(latest)  # for the means of the next line
         self._training_s += latest.seconds
         self._trained_steps += latest.steps
-        # This also prints which ranks have become slow. Every call counts as a comparison.
-        self._usual_s = self._stragglers.judge(latest.step, latest.own_s)
-        # In addition, the first and the last step always get a line.
-        is_due = latest.step % self._config.log_every == 0
-        is_late = sum(entry.seconds for entry in self._unwritten) >= LINE_EVERY_S
-        if is_due or is_late or latest.step in (self._workload.start + 1, self._workload.steps):
+        # The usual work of a rank in a step is part of the next line.
+        self._usual_work_s = self._stragglers.compare_ranks(latest.step, latest.own_s)
+        self._unwritten.append(latest)  # for the means of the next line
+        if self._is_line_due(latest.step):
             self._write_line(latest.step)
+
+    def _is_line_due(self, step: int) -> bool:
+        """Return whether a line of progress must be written after `step`.
+
+        This is the case every `log_every` steps, every `LINE_EVERY_S` seconds, after the first step of this
+        start, and after the last step of the run.
+        """
+        first_step = self._workload.start + 1
+        last_step = self._workload.steps
+        if step in (first_step, last_step) or step % self._config.log_every == 0:
+            return True
+        return sum(entry.seconds for entry in self._unwritten) >= LINE_EVERY_S
 
     def report_evaluation(self, step: int, loss: float, seconds: float) -> None:
         """Report the loss on held-out data. `seconds` is the duration of the evaluation."""
@@ -171,7 +180,7 @@ class RunLog:
             "samples_per_s": rate,
             "tokens_per_s": tokens_per_s,
             "data_wait": min(1.0, waited_s / seconds),
-            "own_work_s": _drop_infinite(self._usual_s),
+            "own_work_s": _drop_infinite(self._usual_work_s),
             "wait_s": _drop_infinite(latest.wait_s) if self._ranks > 1 else None,
             "slow": self._stragglers.current_rows(),
             "memory_MiB": workload.memory_MiB(),
@@ -195,12 +204,13 @@ class RunLog:
         counted_steps = sum(entry.steps - entry.skipped for entry in entries)
         if counted_steps == 0:
             return None, dict.fromkeys(names)
-        # An entry has sums over several steps: first of the loss, then of each number. Each column has the
-        # sums of the loss or of one number, in all entries.
+        # The sums of an entry are those of the loss and of each number, such as (loss, accuracy). Each column
+        # has the sums of all entries: (loss, loss, ...) and (accuracy, accuracy, ...).
         columns = zip(*[entry.sums for entry in entries], strict=True)
         mean_loss, *number_means = [sum(column) / counted_steps for column in columns]
-        finite_means = map(_drop_infinite, number_means)
-        return mean_loss, dict(zip(names, finite_means, strict=True))
+        # JSON has no infinite numbers. The loss stays as it is, because None means that there is no loss.
+        json_means = map(_drop_infinite, number_means)
+        return mean_loss, dict(zip(names, json_means, strict=True))
 
     def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
         """Return the line of progress for the terminal: ``step 10/100  loss 0.123456  ...  5s left``.

@@ -21,7 +21,7 @@ MADS = 5
 FLOOR_S = 0.001
 # A rank becomes a straggler if it is slow in this many successive comparisons. After as many comparisons in
 # which it is not slow, it is no straggler any more.
-COMPARISONS = 3
+COMPARISONS_FOR_CHANGE = 3
 # With fewer ranks than this, the median is not meaningful, so the fastest rank defines the usual time.
 FEW = 4
 # Most ranks for which one comparison writes a line each.
@@ -124,15 +124,16 @@ class Stragglers:
         # but is not a straggler, or it was not slow but is a straggler.
         self._contradictions: dict[int, list[int]] = {}
         # Ranks that are stragglers now.
-        self._named: set[int] = set()
-        # Ranks that are or were stragglers.
+        self._current_ranks: set[int] = set()
+        # All ranks that are or were stragglers.
         self._stragglers: dict[int, Straggler] = {}
 
-    def judge(self, step: int, own_s: Sequence[float]) -> float:
+    def compare_ranks(self, step: int, own_s: Sequence[float]) -> float:
         """Compare the own work of all ranks, report changes, and return the usual time in seconds.
 
-        If a rank is slow in `COMPARISONS` successive comparisons, it is reported as a straggler. After as
-        many comparisons in which it is not slow, it is reported as recovered.
+        If a rank is slow in three successive comparisons, it is reported as a straggler. After as many
+        comparisons in which it is not slow, it is reported as recovered. If fewer than two times are known,
+        nothing is compared, and the result is NaN.
 
         Parameters
         ----------
@@ -140,55 +141,51 @@ class Stragglers:
         own_s : own work of each rank in a step, in seconds.
         """
         usual_s, limit_s = find_usual_work(own_s)
-        if math.isinf(limit_s):  # there is nothing to compare, and the usual time is NaN
+        if math.isnan(usual_s):
             return usual_s
-        slow = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
-        changed = self._find_changes(step, slow)
-        # A rank in `_named` is a straggler now, so a change means that it has recovered.
-        for rank, first_step in changed.items():
-            if rank in self._named:
-                self._named.remove(rank)
+        slow_ranks = {rank for rank, seconds in enumerate(own_s) if limit_s < seconds < math.inf}
+        self._contradictions = self._find_contradictions(step, slow_ranks)
+        changed_ranks = []
+        for rank, steps in self._contradictions.items():
+            if len(steps) == COMPARISONS_FOR_CHANGE:
+                changed_ranks.append(rank)
+        for rank in changed_ranks:
+            first_step, *_ = self._contradictions.pop(rank)
+            if rank in self._current_ranks:
+                self._current_ranks.remove(rank)
             else:
-                self._named.add(rank)
                 self._add_straggler(rank, first_step)
-        # Update the times, also for stragglers that were just added. `_report` prints them.
-        for rank in slow & self._named:
+        # Update the times before they are reported, also those of stragglers that were just added.
+        for rank in slow_ranks & self._current_ranks:
             self._stragglers[rank] = replace(
                 self._stragglers[rank], to_step=step, own_work_s=own_s[rank], usual_s=usual_s
             )
-        self._report(step, tuple(changed))
+        self._report_changes(step, changed_ranks)
         return usual_s
 
-    def _find_changes(self, step: int, slow: Set[int]) -> dict[int, int]:
-        """Return the ranks that become stragglers now, or stop being stragglers.
+    def _find_contradictions(self, step: int, slow_ranks: Set[int]) -> dict[int, list[int]]:
+        """Return the ranks whose state this comparison contradicts, with the steps of all such comparisons.
 
-        The value for each rank is the step of the first comparison that contributed to the change.
-
-        Parameters
-        ----------
-        slow : ranks that are slow in this comparison.
+        A comparison contradicts the state of a rank if the rank is slow but is not a straggler, or if it is a
+        straggler but is not slow. Only successive comparisons count, up to this one. So a rank whose state is
+        not contradicted now is left out, and begins again at its next contradiction.
         """
         contradictions = {}
-        changed = {}
-        # The symmetric difference: ranks that are slow but no stragglers, and stragglers that are not slow.
-        for rank in sorted(slow ^ self._named):
-            steps = [*self._contradictions.get(rank, ()), step]
-            if len(steps) < COMPARISONS:
-                contradictions[rank] = steps
-            else:
-                changed[rank] = min(steps)
-        # Ranks that are not in the new dict start again at 0, because the comparisons must be successive.
-        self._contradictions = contradictions
-        return changed
+        # The symmetric difference of two sets, which has the elements that are in only one of them.
+        for rank in sorted(slow_ranks ^ self._current_ranks):
+            contradictions[rank] = [*self._contradictions.get(rank, ()), step]
+        return contradictions
 
     def _add_straggler(self, rank: int, from_step: int) -> None:
-        """Add a rank that has become a straggler, or increase its count if it was one before.
+        """Make a rank a straggler, or make it one again, which increases its count.
 
-        `judge` sets the times of the new entry afterwards.
+        `compare_ranks` sets the times in seconds and `to_step` afterwards, after each comparison in which the
+        rank is slow.
         """
+        self._current_ranks.add(rank)
         earlier = self._stragglers.get(rank)
         if earlier is not None:
-            self._stragglers[rank] = replace(earlier, to_step=from_step, times=earlier.times + 1)
+            self._stragglers[rank] = replace(earlier, times=earlier.times + 1)
             return
         placement = self._placements[rank]
         self._stragglers[rank] = Straggler(
@@ -202,21 +199,23 @@ class Stragglers:
             usual_s=0.0,
         )
 
-    def _report(self, step: int, changed: Sequence[int]) -> None:
+    def _report_changes(self, step: int, changed_ranks: Sequence[int]) -> None:
         """Report the ranks that have become stragglers or have recovered.
 
-        The same rank is reported only a few times, and only a few ranks are reported at once.
+        For example: ``rank 2 on node1 (local rank 0) is a straggler: its own work takes 131 ms a step, not
+        100 ms, the median of all ranks (step 30); check node1 with dist-doctor``. The same rank is reported
+        only a few times, and only a few ranks are reported at once.
         """
         # With few ranks, they are compared with the fastest one (see `find_usual_work`).
-        comparison = "the median of all ranks"
+        reference = "the median of all ranks"
         if len(self._placements) < FEW:
-            comparison = "as that of the fastest"
-        stragglers = [self._stragglers[rank] for rank in changed]
+            reference = "as that of the fastest"
+        stragglers = [self._stragglers[rank] for rank in changed_ranks]
         reported = [straggler for straggler in stragglers if straggler.times <= MAX_REPORTS]
         for straggler in reported[:LINES]:
-            if straggler.rank in self._named:
+            if straggler.rank in self._current_ranks:
                 self._say(
-                    f"{straggler.name} is a straggler: {straggler.excess}, {comparison} (step {step});"
+                    f"{straggler.name} is a straggler: {straggler.excess}, {reference} (step {step});"
                     f" check {straggler.node} with dist-doctor"
                 )
             else:
@@ -226,7 +225,7 @@ class Stragglers:
 
     def current_rows(self) -> list[dict[str, Any]]:
         """Return the ranks that are stragglers now, for ``metrics.jsonl``. The slowest comes first."""
-        rows = [asdict(self._stragglers[rank]) for rank in self._named]
+        rows = [asdict(self._stragglers[rank]) for rank in self._current_ranks]
         return sorted(rows, key=lambda row: -row["own_work_s"])[:ROWS]
 
     def all_rows(self) -> list[dict[str, Any]]:

@@ -64,29 +64,25 @@ class Trainer:
             self._autocast = torch.autocast(ranks.device.type, dtype=AMP_TYPES[config.amp])
         self._scaler = torch.amp.GradScaler(ranks.device.type, enabled=config.amp == "fp16")
         self._device = ranks.device
-        self._open_sums(())
+        self._create_sums(())
         # All ranks have created the same model. From here on, their random numbers differ, for example for
         # dropout.
         random_state.seed_everything(seed_of(config.seed, "rank", ranks.rank))
 
-    def _open_sums(self, number_names: tuple[str, ...]) -> None:
-        """Create the tensor of sums, with places for the loss and for each of the user's numbers.
+    def _create_sums(self, number_names: tuple[str, ...]) -> None:
+        """Create the tensor of the sums since the last exchange between ranks, and its views.
 
-        The user's numbers are those that the function of ``--step`` returns in addition to the loss.
+        Its values are the number of skipped steps, the latest norm of the gradient, this rank's share of the
+        losses, and its share of each of the user's numbers. The user's numbers are those that the function of
+        ``--step`` returns in addition to the loss.
         """
         self.number_names = number_names
-        """Names of the user's numbers."""
+        # The tensor stays on the device, so that no step waits for the GPU.
         self.sums = torch.zeros(3 + len(number_names), dtype=torch.float64, device=self._device)
-        """Sums since the last exchange between ranks.
-
-        The first value is the number of skipped steps, and the second is the latest norm of the gradient. The
-        others are this rank's share of the losses and of the user's numbers. The tensor stays on the device,
-        so that no step waits for the GPU.
-        """
         # These are views of the same memory, so a change of a view changes `sums`.
-        self._skipped = self.sums[0]
+        self._skipped_count = self.sums[0]
         self._norm = self.sums[1]
-        self._losses = self.sums[2:]
+        self._loss_and_numbers = self.sums[2:]
         self.reset_sums()
 
     def reset_sums(self) -> None:
@@ -95,35 +91,43 @@ class Trainer:
         self._norm.fill_(math.nan)
 
     def warm_up(self, micro_batch: MicroBatch) -> None:
-        """Run one forward and backward pass before the first step, and discard the result.
+        """Run one forward and backward pass before the first step, without an effect on the training.
 
         DDP rearranges its buckets of gradients after the first backward pass, which changes the order of
         additions. If this happened in the first step of each start, a resumed run on 3 or more ranks would
-        not be equal to an uninterrupted run bit by bit.
+        not be equal to an uninterrupted run bit by bit. The pass also compiles the model, checks the result
+        of the user's step, and shows which numbers it contains and which gradient is ready last.
 
         Raises
         ------
         UsageError : the user's step does not return a loss, optionally with numbers.
         """
-        # The pass changes buffers, such as the means of batch normalization, and the state of random numbers.
-        # Both are restored below, so that the run is the same as without it.
-        buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
+        with self._restore_after_pass():
+            if self._config.compile:
+                # Compile the module in place, so that the names of the weights in checkpoints stay the same.
+                self.plain.compile()
+            with self._autocast:
+                loss, numbers = _split_step_result(self._loss(self.model, micro_batch.batch))
+            self._refuse_wrong_result(loss, numbers)
+            # Only now are the names of the user's numbers known, of which the sums need a place for each.
+            self._create_sums(tuple(numbers))
+            self._clock.run_first_backward(self._parameters, loss.backward)
+            self._drop_gradients()
+
+    @contextlib.contextmanager
+    def _restore_after_pass(self) -> Iterator[None]:
+        """Restore buffers, such as the means of batch normalization, and random numbers after a block.
+
+        A forward pass in the block changes both. The weights and the optimizer are not restored.
+        """
+        saved_buffers = [buffer.detach().clone() for buffer in self.plain.buffers()]
         state = random_state.capture()
-        if self._config.compile:
-            # Compile the module in place, so that the names of the weights in checkpoints stay the same.
-            self.plain.compile()
-        with self._autocast:
-            loss, numbers = _split_step_result(self._loss(self.model, micro_batch.batch))
-        self._refuse_no_numbers(loss, numbers)
-        # Only now are the names of the user's numbers known, of which the sums need a place for each.
-        self._open_sums(tuple(numbers))
-        self._clock.run_first_backward(self._parameters, loss.backward)
-        self._drop_gradients()
-        for buffer, saved_buffer in zip(self.plain.buffers(), buffers, strict=True):
+        yield
+        for buffer, saved_buffer in zip(self.plain.buffers(), saved_buffers, strict=True):
             buffer.copy_(saved_buffer)
         random_state.restore(state)
 
-    def _refuse_no_numbers(self, loss: Any, numbers: Mapping[str, Any]) -> None:
+    def _refuse_wrong_result(self, loss: Any, numbers: Mapping[str, Any]) -> None:
         """Raise UsageError if the result of the user's step is not a loss, optionally with numbers."""
         if not isinstance(loss, Tensor):
             raise self._make_loss_error("the loss", loss)
@@ -143,47 +147,54 @@ class Trainer:
             hint="return (loss, {name: number, ...}), for example the mean of the batch's samples",
         )
 
-    def step(self, number: int, micro_batches: list[MicroBatch], *, measured: bool = False) -> None:
-        """Take a step: compute the gradients of all micro-batches, and update the weights.
+    def take_step(self, step_index: int, micro_batches: list[MicroBatch], *, measure_norm: bool) -> None:
+        """Compute the gradients of all micro-batches of a step, and update the weights.
 
         Parameters
         ----------
-        number : number of the step, counted from 0.
+        step_index : number of the step, counted from 0.
         micro_batches : the samples of this rank.
-        measured : True to measure the norm of the gradient for the log, which costs some time.
+        measure_norm : True to measure the norm of the gradient for the log, which costs some time.
         """
-        if self._config.schedule != "constant" or self._config.warmup_steps:  # the learning rate changes
-            for group in self._optimizer.param_groups:
-                group["lr"] = learning_rate(self._config, number, self._steps)
-        losses = []
+        self._set_learning_rate(step_index)
+        results = []
         # The clock measures this rank's own work, by which slow ranks are found. The update does not count.
         self._clock.start_step()
         for micro_batch in micro_batches:
             # DDP adds up the gradients of all ranks only once, in the backward pass of the last micro-batch.
             # Until then, they add up on this rank.
             with NO_CONTEXT if micro_batch.last else self.model.no_sync():
-                losses.append(self._add_gradients(micro_batch))
+                results.append(self._add_gradients(micro_batch))
         self._clock.end_step()
-        loss = sum(
-            losses[1:], start=losses[0]
-        )  # sum(losses) would add the first loss to 0, one addition more
-        self._update_weights(loss, measured=measured)
+        first_result, *other_results = results
+        # Without this start, sum() would begin with 0, which costs one more addition of tensors.
+        loss_and_numbers = sum(other_results, start=first_result)
+        self._update_weights(loss_and_numbers, measure_norm=measure_norm)
         self._drop_gradients()
 
-    def _add_gradients(self, micro_batch: MicroBatch) -> Tensor:
-        """Compute the gradients of a micro-batch, add them to the gradients of the step, and return the loss.
+    def _set_learning_rate(self, step_index: int) -> None:
+        """Set the learning rate of a step, unless it is the same in all steps."""
+        if self._config.schedule == "constant" and not self._config.warmup_steps:
+            return
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate(self._config, step_index, self._steps)
 
-        If the user's step returns numbers, the result contains them after the loss.
+    def _add_gradients(self, micro_batch: MicroBatch) -> Tensor:
+        """Compute the gradients of a micro-batch, and add them to the gradients of the step.
+
+        Return the loss, or a tensor with the loss and the numbers that the user's step returns for the log.
+        All are multiplied by the weight of the micro-batch.
         """
         with self._autocast:
             loss, numbers = _split_step_result(self._loss(self.model, micro_batch.batch))
         if micro_batch.weight != 1.0:  # avoid the multiplication in the usual case of the weight 1
             loss = loss * micro_batch.weight
         self._scaler.scale(loss).backward()
+        # The loss contains the weight already, and the numbers get it now.
         return self._join_numbers(loss.detach(), numbers, micro_batch.weight)
 
     def _join_numbers(self, loss: Tensor, numbers: Mapping[str, Any], weight: float) -> Tensor:
-        """Return a tensor with the loss and the numbers of the user's step.
+        """Return a tensor with the loss and the numbers of the user's step, or only the loss if it has none.
 
         The numbers are multiplied by `weight`, the weight of the micro-batch. The loss already contains it.
 
@@ -214,42 +225,51 @@ class Trainer:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _update_weights(self, loss: Tensor, *, measured: bool) -> None:
-        """Update the weights, unless the gradient is not finite and ``--on-nan skip`` is given.
+    def _update_weights(self, loss_and_numbers: Tensor, *, measure_norm: bool) -> None:
+        """Update the weights, and add the loss and the user's numbers of this step to the sums.
 
-        Every rank has the sum of the gradients of all ranks. If any gradient is NaN, the sum is NaN, too. So
-        all ranks take the same decision without communication.
+        With ``--on-nan skip``, a step whose gradient is not finite is only counted as skipped.
         """
-        is_skippable = self._config.on_nan == "skip"
-        norm: Tensor | None = None  # measuring it costs time, so this is only done if it is needed
-        if self._config.clip is not None or measured or is_skippable:
-            norm = self._clip_gradient()
-        if measured and norm is not None:
-            self._norm.copy_(norm)
-        if not is_skippable:
-            self._losses += loss
-        elif norm is not None:
-            # The sums are tensors on the device, so adding to them does not wait for the GPU.
-            is_skipped = ~torch.isfinite(norm)
-            self._skipped += is_skipped
-            self._losses += torch.where(is_skipped, 0.0, loss)
+        if self._config.on_nan == "skip":
+            norm = self._clip_gradient(measure_norm=measure_norm)
+            is_skipped = self._add_to_sums_if_finite(loss_and_numbers, norm)
             # If the gradient scaler is enabled (--amp fp16), its step() skips such a gradient itself, and its
             # update() must still be called. Otherwise `is_skipped` must be read, which waits for the GPU.
-            if not self._scaler.is_enabled() and is_skipped:
+            if not self._scaler.is_enabled() and bool(is_skipped):
                 return
+        else:
+            # The norm takes time, so it is only computed if it is needed.
+            if measure_norm or self._config.clip is not None:
+                self._clip_gradient(measure_norm=measure_norm)
+            self._loss_and_numbers += loss_and_numbers
         self._scaler.step(self._optimizer)
         self._scaler.update()
 
-    def _clip_gradient(self) -> Tensor:
+    def _add_to_sums_if_finite(self, loss_and_numbers: Tensor, norm: Tensor) -> Tensor:
+        """Add the results of a step to the sums, or count the step as skipped if the norm is not finite.
+
+        Return whether it is skipped, as a tensor on the device, so that nothing here waits for the GPU. Every
+        rank has the sum of the gradients of all ranks. If any gradient is NaN, the sum is NaN, too. So all
+        ranks take the same decision without communication.
+        """
+        is_skipped = ~torch.isfinite(norm)
+        self._skipped_count += is_skipped
+        self._loss_and_numbers += torch.where(is_skipped, 0.0, loss_and_numbers)
+        return is_skipped
+
+    def _clip_gradient(self, *, measure_norm: bool) -> Tensor:
         """Limit the norm of the gradient to ``--clip``, and return the norm before clipping.
 
-        The gradient scaler's factor is removed first.
+        With `measure_norm`, the norm is also stored for the log. The gradient scaler's factor is removed
+        first.
         """
         self._scaler.unscale_(self._optimizer)
         limit = math.inf  # without --clip, the norm is measured, but the gradient does not change
         if self._config.clip is not None:
             limit = self._config.clip
         norm: Tensor = nn.utils.clip_grad_norm_(self._parameters, limit)
+        if measure_norm:
+            self._norm.copy_(norm)
         return norm
 
     @contextlib.contextmanager
@@ -267,7 +287,7 @@ class Trainer:
             self.plain.train()
             random_state.restore(state)
 
-    def loss(self, batch: Any) -> Tensor:
+    def compute_loss(self, batch: Any) -> Tensor:
         """Return the loss of one batch, with the same loss function and precision as in training."""
         with self._autocast:
             loss, _ = _split_step_result(self._loss(self.model, batch))
@@ -294,7 +314,7 @@ def _split_step_result(result: Any) -> tuple[Any, Mapping[str, Any]]:
 
     The result is either a loss, or a tuple of a loss and numbers.
     """
-    # Any other tuple is returned as the loss, and `_refuse_no_numbers` reports it as a mistake.
+    # Any other tuple is returned as the loss, and `_refuse_wrong_result` reports it as a mistake.
     if isinstance(result, tuple) and len(result) == 2:
         loss, numbers = result
         if isinstance(numbers, Mapping):
@@ -346,7 +366,7 @@ class Evaluation:
         self._ranks = ranks
         self._feed = Batches(samples, self._order, config, ranks, channels_last=trainer.channels_last)
 
-    def loss(self, on_batch: Callable[[], object]) -> float:
+    def compute_loss(self, on_batch: Callable[[], object]) -> float:
         """Return the mean loss over all held-out samples. It is equal on every rank.
 
         All ranks must call this method.
@@ -356,14 +376,15 @@ class Evaluation:
         on_batch : function that is called after each batch, so that the watchdog sees progress.
         """
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
-        position = Position()
+        position = Position()  # the position at which each step begins
+        all_steps = self._feed.iterate_steps(position, self._order.steps_per_epoch)
         with self._trainer.switch_to_evaluation():
-            for next_position, micro_batches in self._feed.steps(position, self._order.steps_per_epoch):
-                # The weight of a micro-batch is its share of a rank's mean number of samples in the step, so
-                # this product is its number of samples.
-                samples_per_rank = self._order.samples_at(position) / self._order.world_size
+            for next_position, micro_batches in all_steps:
+                mean_samples_of_rank = self._order.samples_at(position) / self._order.world_size
                 for micro_batch in micro_batches:
-                    total += self._trainer.loss(micro_batch.batch) * (micro_batch.weight * samples_per_rank)
+                    # The weight is the number of samples, relative to the mean number of a rank in this step.
+                    sample_count = micro_batch.weight * mean_samples_of_rank
+                    total += self._trainer.compute_loss(micro_batch.batch) * sample_count
                 position = next_position
                 on_batch()
         dist.all_reduce(total)
@@ -391,13 +412,15 @@ class StepSums:
     def take(self) -> Tensor:
         """Return this rank's numbers since the last exchange as a tensor on its device, and begin new sums.
 
-        This does not wait for the device.
+        The run library adds up the tensors of all ranks, and passes the sum to `arrived`. The values are
+        those of `Trainer.sums`, the wait of this rank, and the own work of each rank. This does not wait for
+        the device.
         """
         step_times = self.clock.take_times()
         sums = self.trainer.sums
-        # The wait, then a place for the own work of each rank.
         seconds = torch.zeros(1 + self.ranks.world_size, dtype=sums.dtype)
         seconds[0] = step_times.wait_s
+        # The places of all other ranks are 0 here, so the sum over all ranks has the own work of each.
         seconds[1 + self.ranks.rank] = step_times.own_s
         rank_sums = torch.cat([sums, seconds.to(sums.device, non_blocking=True)])
         self.trainer.reset_sums()

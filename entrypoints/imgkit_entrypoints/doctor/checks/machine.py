@@ -87,17 +87,22 @@ def check_gpus(node: CheckedNode) -> Iterator[Check]:
 
 
 def _is_for_other_gpus(node: CheckedNode) -> bool:
-    """Return whether the image is built for AMD GPUs, or the node has only GPUs of other makers.
+    """Return whether the image is built for AMD GPUs, or the node has GPUs for computing, but none of NVIDIA.
 
-    GPUs of makers other than AMD count only if the recipe expects GPUs, because many nodes have a display
-    adapter that is not meant for computing.
+    Many nodes have a display adapter that is not meant for computing. So GPUs of other makers than AMD count
+    only if the recipe expects GPUs.
     """
     facts = node.facts
-    if facts.rocm:
+    if facts.rocm:  # the evidence that the image is built for AMD GPUs
         return True
-    if facts.gpus:
+    if facts.gpus:  # the number of NVIDIA GPUs
         return False
-    return bool(facts.amd_gpus or (node.system.node.gpus and ONLY_NVIDIA in facts.gpus_source))
+    if facts.amd_gpus:  # the evidence that AMD GPUs of the node can compute
+        return True
+    expects_gpus = node.system.node.gpus > 0
+    # The evidence for the number of GPUs contains this text if all GPUs of the node are from other makers.
+    has_other_gpus = ONLY_NVIDIA in facts.gpus_source
+    return expects_gpus and has_other_gpus
 
 
 def report_driver(node: CheckedNode) -> Iterator[Check]:
@@ -144,19 +149,19 @@ def check_locked_memory(node: CheckedNode) -> Iterator[Check]:
     limit = node.facts.memlock
     if not node.uses_rdma:
         return
-    if limit == Limit():
-        evidence = "/proc/self/limits has no line Max locked memory"
-        yield Check("memlock", "unknown", evidence, "read the limit in KiB: ulimit -l")
-        return
     evidence = f"/proc/self/limits: Max locked memory {limit}"
     if limit.unlimited:
         yield Check("memlock", "ok", evidence)
         return
+    if limit.value is None:
+        evidence = "/proc/self/limits has no line Max locked memory"
+        yield Check("memlock", "unknown", evidence, "read the limit in KiB: ulimit -l")
+        return
     # Below 1 GiB, RDMA usually fails. A higher limit may be enough, so it is only a warning.
-    is_too_low = limit.value is not None and limit.value < GIB
+    verdict: Verdict = "fail" if limit.value < GIB else "warn"
     yield Check(
         "memlock",
-        "fail" if is_too_low else "warn",
+        verdict,
         f"{evidence}: RDMA fails in ibv_reg_mr or ibv_create_qp",
         "docker: --ulimit memlock=-1. On a node: memlock in /etc/security/limits.conf. Slurm: "
         "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK",
@@ -242,17 +247,18 @@ def check_ports(node: CheckedNode) -> Iterator[Check]:
 def check_processes(node: CheckedNode) -> Iterator[Check]:
     """Check that the limits of the user and the container allow enough processes and threads."""
     limit = node.facts.processes
-    source = node.facts.processes_source
     if limit == Limit():  # the limit is unknown
         return
+    # Where the lowest limit was found, such as "/sys/fs/cgroup/pids.max: 100".
+    source = node.facts.processes_source
     evidence = source or str(limit)
     # Each processor may run several threads of OpenMP, NCCL and data workers.
     needed = max(MIN_PROCESSES, 4 * node.facts.cpus)
-    if limit.value is None or limit.value >= needed:
+    if limit.value is None or limit.value >= needed:  # None: unlimited
         yield Check("processes", "ok", evidence)
         return
     fix = f"before the launch: ulimit -u {needed}"
-    if "pids.max" in source:
+    if "pids.max" in source:  # the limit of the container's cgroup, not of the user
         fix = "docker: --pids-limit=-1; Kubernetes: the kubelet's podPidsLimit; systemd: TasksMax"
     evidence += f"; the threads of torch, NCCL and data workers may need {needed}"
     yield Check("processes", "warn", evidence, fix)

@@ -17,8 +17,8 @@ from imgkit_entrypoints.system import HOST_LIBS
 def report_network(node: CheckedNode) -> Iterator[Check]:
     """Report the kind of network that a run would use, and every problem that the network plan contains.
 
-    A problem is a blocker (a run on several nodes would fail), a known issue, or a warning. Each problem is a
-    separate result.
+    A problem is a blocker (a run on several nodes would fail), a refusal (a known issue, with which a run on
+    GPUs must not start), or a warning. Each problem is a separate result.
     """
     plan = node.plan
     devices = ", ".join(plan.devices) or "no device"
@@ -62,7 +62,8 @@ def report_interface(node: CheckedNode) -> Iterator[Check]:
         fix = "start the container with /sys, without --contain"
         yield Check("interface", "unknown", "/sys/class/net shows no interface", fix)
         return
-    # If no interface is usable, there is no such decision, and `report_network` reports a blocker.
+    # A decision is a variable that the plan sets, with its value and the reason. If no interface is usable,
+    # there is none for NCCL_SOCKET_IFNAME (`sockets.NCCL`), and `report_network` reports a blocker.
     for decision in node.plan.decisions:
         if decision.variable == sockets.NCCL and decision.value:
             yield Check("interface", "ok", f"{decision.value}: {decision.reason}")
@@ -81,20 +82,30 @@ def check_rdma_ports(node: CheckedNode) -> Iterator[Check]:
     if used:
         links = ", ".join(f"{port.name} {port.link_layer} {port.rate}" for port in used)
         yield Check("rdma ports", "ok", links)
-    failed = _find_ports_of_failed_cards(node, used)
+    failed_names = _find_ports_of_failed_cards(node, used)
     # Without any usable port, a node of an RDMA cluster is broken. On other nodes, RDMA is optional.
     is_expected = node.system.fabric.kind in ("infiniband", "roce")  # according to the image's recipe
     verdict: Verdict = "fail" if is_expected and not used else "warn"
     fix = "report the node to the site with the output of ibstat; for INIT, check the subnet manager"
-    for decision in node.plan.decisions:
-        # The plan has a decision for each port that NCCL does not use. Its value is the name of the port.
-        if decision.variable != ports.HCA or decision.used or decision.value not in all_ports:
+    for name, reason in _list_unused_ports(node):
+        port = all_ports.get(name)
+        if port is None or port.active:
             continue
-        port = all_ports[decision.value]
         # While other ports work, a port without a link is probably not connected on purpose.
-        has_other_purpose = bool(used) and not port.has_link and port.name not in failed
-        if not port.active and not has_other_purpose:
-            yield Check("rdma ports", verdict, f"{port.name}: {decision.reason}", fix)
+        is_unplugged_on_purpose = bool(used) and not port.has_link and name not in failed_names
+        if not is_unplugged_on_purpose:
+            yield Check("rdma ports", verdict, f"{name}: {reason}", fix)
+
+
+def _list_unused_ports(node: CheckedNode) -> Iterator[tuple[str, str]]:
+    """Yield the name of each port that NCCL does not use, and the reason.
+
+    The network plan has a decision about NCCL_IB_HCA for each of them. It may also have such decisions about
+    a list of ports, such as ``=mlx5_0:1,mlx5_1:1``. They are yielded in the same way.
+    """
+    for decision in node.plan.decisions:
+        if decision.variable == ports.HCA and not decision.used:
+            yield decision.value, decision.reason
 
 
 def _find_ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[str]:
@@ -135,23 +146,27 @@ def _find_ports_of_failed_cards(node: CheckedNode, used: Sequence[Port]) -> set[
 def check_verbs(node: CheckedNode) -> Iterator[Check]:
     """Report that the device files and libraries of InfiniBand and RoCE are available.
 
-    If one of them is missing, the network plan contains a warning, which `report_network` reports instead.
+    NCCL uses them through an interface that is called verbs. If one of them is missing, `report_network`
+    reports this as a failure of the same name.
     """
     facts, devices = node.facts, _find_used_devices(node)
     if node.plan.kind not in ("infiniband", "roce") or not devices:
         return
-    # These are the checks that `report_network` reports as failed. They must not be reported as "ok" here.
-    failed_checks = {finding.check for finding in node.plan.warnings if finding.is_failure}
-    if "rdma devices" not in failed_checks:
+    if not _has_failed(node, "rdma devices"):
         device_files = ", ".join(device.verbs for device in devices)
         yield Check("rdma devices", "ok", f"{device_files} can be opened")
     if not facts.rdma_cm:
         evidence = "/dev/infiniband/rdma_cm cannot be opened; NCCL does not need it, but other libraries do"
         yield Check("rdma devices", "warn", evidence, ports.OPEN_FIX)
     library = facts.library("libibverbs.so.1")
-    if library and "libibverbs" not in failed_checks:
+    if library and not _has_failed(node, "libibverbs"):
         evidence = f"{library.path}, providers {', '.join(facts.verbs_providers)}"
         yield Check("libibverbs", "ok", evidence)
+
+
+def _has_failed(node: CheckedNode, check: str) -> bool:
+    """Return whether the network plan contains a failure of a check, which `report_network` reports."""
+    return any(finding.check == check and finding.is_failure for finding in node.plan.warnings)
 
 
 def report_gid(node: CheckedNode) -> Iterator[Check]:
@@ -165,35 +180,39 @@ def report_gid(node: CheckedNode) -> Iterator[Check]:
 
 
 def check_slingshot(node: CheckedNode) -> Iterator[Check]:
-    """Check that the Slingshot NICs can be opened, and that NCCL's plug-in and the libraries it needs exist.
+    """Check the devices and the libraries of a node with Slingshot. On other nodes, there is no result."""
+    if node.plan.kind == "slingshot":
+        yield _check_slingshot_devices(node)
+        yield _check_slingshot_libraries(node)
+        yield from _check_host_libraries(node)
 
-    On a node without Slingshot, there is no result.
-    """
-    facts = node.facts
-    links = node.plan.links
-    if node.plan.kind != "slingshot":
-        return
-    closed = [device.name for device in facts.cxi if not device.opens]
+
+def _check_slingshot_devices(node: CheckedNode) -> Check:
+    """Check that the device files of the Slingshot NICs can be opened."""
+    closed = [device.name for device in node.facts.cxi if not device.opens]
     if closed:
         fix = "Slurm: use a job step with a network allocation; Singularity: no --contain"
-        yield Check("slingshot", node.network_verdict, f"cannot be opened: {', '.join(closed)}", fix)
-    else:
-        names = ", ".join(f"/dev/{device.name}" for device in facts.cxi)
-        yield Check("slingshot", "ok", f"{names} can be opened")
-    # A library is either a link to a file of the host (`links`), or it is on the image's library path.
-    plugin_path = find_plugin(facts, links)
-    needed = ("libfabric.so.1", "libcxi.so.1")
-    missing = [name for name in needed if name not in links and facts.library(name) is None]
+        return Check("slingshot", node.network_verdict, f"cannot be opened: {', '.join(closed)}", fix)
+    device_files = ", ".join(f"/dev/{device.name}" for device in node.facts.cxi)
+    return Check("slingshot", "ok", f"{device_files} can be opened")
+
+
+def _check_slingshot_libraries(node: CheckedNode) -> Check:
+    """Check that NCCL's plug-in for Slingshot exists, and the libraries that it needs."""
+    missing = []
+    for name in ("libfabric.so.1", "libcxi.so.1"):
+        is_linked = name in node.plan.links  # a launch links the host's library into the container
+        if not is_linked and node.facts.library(name) is None:
+            missing.append(name)
+    plugin_path = find_plugin(node.facts, node.plan.links)
     if not plugin_path:
         missing.append("libnccl-net.so")
-    if missing:
-        fix = "in the recipe: system.fabric.host_libs: auto, and their folders in system.runtime.host_libs; "
-        fix += "otherwise NCCL uses TCP"
-        evidence = f"not on the library path: {', '.join(missing)}"
-        yield Check("libfabric", node.network_verdict, evidence, fix)
-    else:
-        yield Check("libfabric", "ok", plugin_path)
-    yield from _check_host_libraries(node)
+    if not missing:
+        return Check("libfabric", "ok", plugin_path)
+    fix = "in the recipe: system.fabric.host_libs: auto, and their folders in system.runtime.host_libs; "
+    fix += "otherwise NCCL uses TCP"
+    evidence = f"not on the library path: {', '.join(missing)}"
+    return Check("libfabric", node.network_verdict, evidence, fix)
 
 
 def _check_host_libraries(node: CheckedNode) -> Iterator[Check]:

@@ -100,12 +100,13 @@ def check_variables(node: CheckedNode) -> Iterator[Check]:
     for problem, fix in absent_files(node.reader, env):
         yield Check("variables", "warn", problem, fix)
     for name in lint.unknown_names(env):
-        # `report_network` already warns about names that are similar to a known name. Names that begin with
-        # TORCH_ are left out, because other packages use this prefix, too.
-        if not name.startswith("TORCH_") and not lint.similar_name(name):
-            evidence = f"{name}={env[name]}: neither NCCL (2.10 to 2.30) nor Gloo reads this variable"
-            fix = f"unset {name}, unless a plug-in of this site reads it"
-            yield Check("variables", "unknown", evidence, fix)
+        if name.startswith("TORCH_"):  # other packages use this prefix, too
+            continue
+        if lint.similar_name(name):  # probably misspelled, which `report_network` reports
+            continue
+        evidence = f"{name}={env[name]}: neither NCCL (2.10 to 2.30) nor Gloo reads this variable"
+        fix = f"unset {name}, unless a plug-in of this site reads it"
+        yield Check("variables", "unknown", evidence, fix)
 
 
 def check_image_mount(node: CheckedNode) -> Iterator[Check]:

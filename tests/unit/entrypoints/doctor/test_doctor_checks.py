@@ -119,7 +119,7 @@ def examine(
     **changed: object,
 ) -> tuple[Check, ...]:
     host = dataclasses.replace(host, **changed)  # type: ignore[arg-type]
-    return node.examine(host, system, env or {}, reader=Reader(root=root), nnodes=nnodes)
+    return node.examine(host, system, env or {}, reader=Reader(root=root), has_several_nodes=nnodes > 1)
 
 
 def results(name: str, host: HostFacts, *args: Any, **options: Any) -> list[Check]:

@@ -49,15 +49,15 @@ def test_factor_reproduces_published_rows(ranks, algbw, busbw):
     [("all_reduce", 8, 2), ("all_gather", 8, 12), ("all_gather", 4096, 1020), ("all_reduce", 1, 1)],
 )
 def test_every_rank_gets_as_many_elements(name, size, elements):
-    assert find_collective(name).elements(size, 4, 3) == elements
+    assert find_collective(name).round_to_elements(size, 4, 3) == elements
 
 
 @pytest.mark.parametrize("item", [2, 4, 8])
 @pytest.mark.parametrize("ranks", [1, 3, 8, 12])
 def test_no_chunk_is_cut_within_16_bytes(ranks, item):
-    for op in (operation for operation in COLLECTIVES if operation.parts):
+    for op in (operation for operation in COLLECTIVES if operation.is_divided):
         for size in (1, 100, 4096, 1_000_000_007):
-            chunk = op.elements(size, item, ranks) * item // ranks
+            chunk = op.round_to_elements(size, item, ranks) * item // ranks
             assert chunk % 16 == 0
             as_nccl_tests = (size // item // ranks & ~(16 // item - 1)) * item
             assert chunk == (as_nccl_tests or 16)
@@ -88,7 +88,7 @@ def simulated(op: Collective, inputs: list[list[int]], rank: int) -> list[int] |
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("op", COLLECTIVES, ids=NAMES)
 def test_result_says_where_every_element_is_from(op, ranks):
-    count = op.elements(48, 4, ranks)
+    count = op.round_to_elements(48, 4, ranks)
     inputs = [
         [1000 * rank + index for index in range(op.input(Shape(count=count, ranks=ranks, rank=rank)))]
         for rank in range(ranks)
@@ -103,7 +103,7 @@ def test_result_says_where_every_element_is_from(op, ranks):
             sources = inputs if segment.source is None else [inputs[segment.source]]
             output += [sum(row[position] for row in sources) for position in positions]
         assert (output or None) == expected
-        if op.separate and expected is not None:
+        if op.has_separate_output and expected is not None:
             assert op.output_elements(shape) == len(expected)
 
 

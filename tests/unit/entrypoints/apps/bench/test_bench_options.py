@@ -92,7 +92,7 @@ def test_other_requirements_are_refused(text):
 def plan(
     size: int = 8, *, fitting: float = 500.0, iters: int | None = None, previous: Counts | None = None
 ) -> Counts:
-    return sizes.plan_counts(size, fitting=fitting, iters=iters, previous=previous)
+    return sizes.plan_counts(size, fitting, iters=iters, previous=previous)
 
 
 @given(st.floats(0.0, 1e9), st.none() | st.integers(1, 10**6))

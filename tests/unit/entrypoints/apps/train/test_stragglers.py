@@ -24,7 +24,7 @@ def make_tracker(ranks: int = 4) -> tuple[Stragglers, list[str]]:
 
 def looks(tracker: Stragglers, *each: Sequence[float], after: int = 0) -> None:
     for number, own_s in enumerate(each, start=1):
-        tracker.judge(after + 10 * number, own_s)
+        tracker.compare_ranks(after + 10 * number, own_s)
 
 
 @pytest.mark.parametrize(

@@ -164,5 +164,5 @@ def test_lines_come_at_a_round_tenth(steps, line):
     ],
 )
 def test_options_that_belong_together_are_read(args):
-    assert options.check(args.split(), {})
-    assert options.check(["--keep", "9"], {"IMGKIT_RUN_DIR": "r"})
+    assert options.parse_options(args.split(), {})
+    assert options.parse_options(["--keep", "9"], {"IMGKIT_RUN_DIR": "r"})
