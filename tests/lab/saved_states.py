@@ -19,7 +19,8 @@ def states(folder):
     checkpoint, _ = find_newest(Path(folder), ALONE)
     objects = {name: checkpoint.state(name) for name in checkpoint.names}
     keys = [f"{RANK_PREFIX}{rank}" for rank in range(checkpoint.world_size)]
-    rows = checkpoint._load(dict.fromkeys(keys, b""))
+    rows = dict.fromkeys(keys, b"")
+    checkpoint._read_into(rows)
     ranks = [pickle.loads(rows[key]) for key in keys]  # noqa: S301 - the test has written it
     for rank in ranks:
         objects_of_rank = rank["objects"].items()

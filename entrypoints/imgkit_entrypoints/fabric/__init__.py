@@ -91,12 +91,14 @@ def _configure_infiniband(plan: FabricPlanBuilder) -> Carriers:
     """
     used = ports.set_hcas(plan)
     lids = "; ".join(f"{port.path}/lid: {port.lid or 'none'}" for port in used)
-    # Drop the image's index first. Otherwise `report_unset` would find it, and keep it for the workers.
+    # The report shows the first reason beside the image's index, and the second for imgkit's own decision.
+    # In the other order, `leave_variable` would keep the image's index for the workers.
     plan.drop_image_variable(ports.GID_INDEX, f"InfiniBand routes by LID ({lids})")
     reason = f"InfiniBand routes by LID; NCCL 2.22.3 and later ignore the variable ({lids})"
-    plan.report_unset(ports.GID_INDEX, "", reason)
-    sockets.set_interface(plan, preferred=sockets.usable_names(plan.facts, "ib"))
-    return _configure_rdma(plan, used, "InfiniBand")
+    plan.leave_variable(ports.GID_INDEX, reason)
+    sockets.set_interface(plan, preferred=sockets.usable_names(plan.facts, prefixes=("ib",)))
+    _drop_variables_against_rdma(plan, used, "InfiniBand")
+    return _sum_up_ports(plan.facts, used)
 
 
 def _configure_roce(plan: FabricPlanBuilder) -> Carriers:
@@ -109,11 +111,12 @@ def _configure_roce(plan: FabricPlanBuilder) -> Carriers:
     used = ports.set_hcas(plan)
     ports.set_gid_index(plan, used)
     sockets.set_interface(plan)
-    return _configure_rdma(plan, used, "RoCE")
+    _drop_variables_against_rdma(plan, used, "RoCE")
+    return _sum_up_ports(plan.facts, used)
 
 
-def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name: str) -> Carriers:
-    """Drop variables that would keep NCCL from using RDMA, and return the names and total rate of the ports.
+def _drop_variables_against_rdma(plan: FabricPlanBuilder, used: Sequence[Port], fabric_name: str) -> None:
+    """Drop variables that only make sense over TCP, or that would keep NCCL from using RDMA.
 
     Such variables usually come from an image that was made for another network. For example, NCCL_IB_DISABLE
     makes NCCL use TCP. Values of the user are kept.
@@ -124,13 +127,18 @@ def _configure_rdma(plan: FabricPlanBuilder, used: tuple[Port, ...], fabric_name
     fabric_name : the name of the fabric for messages, such as ``RoCE``.
     """
     sockets.drop_socket_counts(plan, fabric_name)
-    if used:
-        states = ", ".join(f"{port.path}/state: {port.state}" for port in used)
-        plan.drop_image_variable("NCCL_IB_DISABLE", f"the fabric's ports are there ({states})")
-        reason = f"{fabric_name} needs no other network ({states})"
-        # NCCL's own network for RDMA, and NVIDIA's plug-ins, which use RDMA as well.
-        _drop_other_network(plan, ("ib", "ibext", "ucx", "spcx"), reason)
-    return Carriers(tuple(port.name for port in used), ports.line_rate_Gbps(plan.facts, used))
+    if not used:
+        return
+    states = ", ".join(f"{port.path}/state: {port.state}" for port in used)
+    plan.drop_image_variable("NCCL_IB_DISABLE", f"the fabric's ports are there ({states})")
+    reason = f"{fabric_name} needs no other network ({states})"
+    # NCCL's own network for RDMA, and NVIDIA's plug-ins, which use RDMA as well.
+    _drop_other_network(plan, ("ib", "ibext", "ucx", "spcx"), reason)
+
+
+def _sum_up_ports(facts: HostFacts, used: Sequence[Port]) -> Carriers:
+    """Return the names of the RDMA ports in use, and their total rate."""
+    return Carriers(tuple(port.name for port in used), ports.line_rate_Gbps(facts, used))
 
 
 def _drop_other_network(plan: FabricPlanBuilder, networks: tuple[str, ...], reason: str) -> None:
@@ -204,17 +212,31 @@ def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Inte
 
 
 def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
-    """Set the variables for TCP sockets, and return the name of NCCL's interface and its rate.
+    """Set the variables for TCP sockets, and return the name of NCCL's interface and its rate."""
+    _turn_off_rdma(plan)
+    # TCP also works over the fabric's own interfaces, and faster than over the one with the default route.
+    fabric_interfaces = sockets.usable_names(plan.facts, prefixes=sockets.FABRIC_PREFIXES)
+    interface = sockets.set_interface(plan, preferred=fabric_interfaces)
+    if interface is None:  # no interface is usable, which `set_interface` has reported
+        return Carriers((), None)
+    sockets.set_socket_counts(plan, interface)  # more than one socket for each connection on a fast interface
+    if not interface.speed_Mbps:
+        return Carriers((interface.name,), None)
+    return Carriers((interface.name,), interface.speed_Mbps / 1000)
 
-    NCCL_IB_DISABLE=1 makes NCCL skip RDMA devices. Amazon's EFA is an exception: it is an RDMA device, but
-    NCCL reaches it only through the aws-ofi-nccl plug-in. A node with EFA gets a warning about the plug-in
+
+def _turn_off_rdma(plan: FabricPlanBuilder) -> None:
+    """Make NCCL use TCP and no RDMA device, except for Amazon's EFA.
+
+    NCCL_IB_DISABLE=1 makes NCCL skip RDMA devices. EFA is an RDMA device, too, but NCCL reaches it only
+    through the aws-ofi-nccl plug-in. If a node has only EFA, the plan gets a warning about the plug-in
     instead of NCCL_IB_DISABLE.
     """
-    # Ports that NCCL could use are selected here only if TCP was requested.
     choice = ports.choose_ports(plan)
+    idle_ports = choice.selected  # NCCL could use them, so there are none unless TCP was requested
     ports.report_unused(plan, choice.unused)
     efa_devices = [device for device in plan.facts.rdma if ports.is_efa(device)]
-    if efa_devices and not choice.selected:
+    if efa_devices and not idle_ports:
         efa = efa_devices[0]
         plan.add_warning(
             f"{efa.name} is an EFA device ({efa.path}/node_type: {efa.node_type}): NCCL needs the "
@@ -222,19 +244,11 @@ def _configure_tcp(plan: FabricPlanBuilder) -> Carriers:
             "put the folder of libnccl-net.so on LD_LIBRARY_PATH",
         )
     else:
-        plan.set_variable("NCCL_IB_DISABLE", "1", _explain_unused_rdma(plan.facts, choice.selected))
+        plan.set_variable("NCCL_IB_DISABLE", "1", _explain_unused_rdma(plan.facts, idle_ports))
+    # On a node with EFA, the image's NCCL_NET may name the plug-in's network, so it is kept.
     if not efa_devices:
         reason = "the data uses TCP (/sys/class/infiniband, /sys/class/cxi)"
         _drop_other_network(plan, ("socket",), reason)
-    # TCP also works over the fabric's own interfaces (hsn0, ib0), and faster than over the one with the
-    # default route.
-    interface = sockets.set_interface(plan, preferred=sockets.usable_names(plan.facts, "hsn", "ib"))
-    if interface is None:
-        return Carriers((), None)
-    sockets.set_socket_counts(plan, interface)  # more than one socket for each connection on a fast interface
-    if not interface.speed_Mbps:
-        return Carriers((interface.name,), None)
-    return Carriers((interface.name,), interface.speed_Mbps / 1000)
 
 
 def _explain_unused_rdma(facts: HostFacts, idle_ports: Sequence[Port]) -> str:

@@ -123,9 +123,14 @@ class Preset:
     origin: Origin
 
     @property
-    def is_users(self) -> bool:
+    def is_from_user(self) -> bool:
         """Return whether the user has set the value, which is then never replaced."""
         return self.origin == "user"
+
+    @property
+    def is_from_conf_file(self) -> bool:
+        """Return whether the user has set the value in an nccl.conf file and not in the environment."""
+        return self.is_from_user and self.location != ""
 
 
 class Carriers(NamedTuple):
@@ -141,7 +146,7 @@ class Carriers(NamedTuple):
 class FabricPlanBuilder:
     """Collects the decisions for a `FabricPlan`, and determines which value of a variable wins.
 
-    The functions that decide about a fabric call `set_variable`, `drop_variable` or `report_unset`. These
+    The functions that decide about a fabric call `set_variable`, `drop_variable` or `leave_variable`. These
     methods respect the values of the user and the recipe, so that callers need not look at them.
     """
 
@@ -176,13 +181,26 @@ class FabricPlanBuilder:
     def preset(self, variable: str) -> Preset | None:
         """Return the value that somebody else than imgkit has set for `variable`, or None if there is none.
 
-        The user's value comes first. The values of an nccl.conf file, the recipe and the image come after it,
-        in this order. Values that do not count any more are skipped: those that `drop_variable` has dropped,
-        and those of the image that `set_variable` has replaced.
+        The user's value comes first, in the environment or else in an nccl.conf file. The recipe's value and
+        the image's come after it, in this order. They do not count any more if `drop_variable` has dropped
+        the variable. The image's value does not count either if `set_variable` has replaced it.
         """
+        users_preset = self._find_users_preset(variable)
+        if users_preset is not None:
+            return users_preset
+        if variable in self.dropped:  # by `drop_variable`, which never drops a value of the user
+            return None
+        if variable in self.recipe:
+            return self._make_recipe_preset(variable)
+        # A variable in `worker_env` has a value of imgkit, which has replaced the image's.
+        if self.is_set_by_image(variable) and variable not in self.worker_env:
+            return Preset(value=self.env[variable], source="from the image", origin="image")
+        return None
+
+    def _find_users_preset(self, variable: str) -> Preset | None:
+        """Return the user's value of a variable, from the environment or else an nccl.conf file, or None."""
         # `env` does not have the recipe's values, so a value that is not the image's is the user's.
-        image_sets = self.image_sets(variable)
-        if variable in self.env and not image_sets:
+        if variable in self.env and not self.is_set_by_image(variable):
             return Preset(value=self.env[variable], source="set by the user", origin="user")
         for setting in self.facts.nccl_settings:
             if setting.name == variable:
@@ -190,16 +208,9 @@ class FabricPlanBuilder:
                 # the variable, it would override the user's file.
                 source = f"set by the user in {setting.path}"
                 return Preset(value=setting.value, source=source, location=setting.path, origin="user")
-        if variable in self.dropped:
-            return None
-        if variable in self.recipe:
-            return self._find_recipe_preset(variable)
-        # A variable in `worker_env` has a value of imgkit, which has replaced the image's.
-        if image_sets and variable not in self.worker_env:
-            return Preset(value=self.env[variable], source="from the image", origin="image")
         return None
 
-    def _find_recipe_preset(self, variable: str) -> Preset:
+    def _make_recipe_preset(self, variable: str) -> Preset:
         """Return the recipe's value of a variable, with the section of the recipe that sets it.
 
         The recipe can list network interfaces for each Slurm partition, so these have a section of their own.
@@ -210,7 +221,7 @@ class FabricPlanBuilder:
             location = f"the recipe's system.partitions.{self.partition}"
         return Preset(value=self.recipe[variable], source=source, location=location, origin="recipe")
 
-    def image_sets(self, variable: str) -> bool:
+    def is_set_by_image(self, variable: str) -> bool:
         """Return whether the value of `variable` in the environment comes from the image.
 
         This is assumed if the value equals the one in the image's manifest. A user who exports exactly this
@@ -290,7 +301,10 @@ class FabricPlanBuilder:
     def add_decision(
         self, variable: str, value: str, reason: str, *, used: bool = False, origin: Origin = "facts"
     ) -> None:
-        """Add a decision to the report, without changing the variables of the workers."""
+        """Add a decision to the report. This does not change the variables of the workers.
+
+        If `used` is True, the caller has already made sure that workers get `value`.
+        """
         self.decisions.append(Decision(variable, value, reason, used, origin))
 
     def set_variable(self, variable: str, value: str, reason: str) -> None:
@@ -314,30 +328,31 @@ class FabricPlanBuilder:
         self.worker_env[variable] = value
         self.add_decision(variable, value, reason, used=True)
 
-    def report_unset(self, variable: str, value: str, reason: str) -> None:
-        """Report that imgkit does not set `variable`, and the reason.
+    def leave_variable(self, variable: str, reason: str, *, right_value: str = "") -> None:
+        """Leave `variable` as it is, and report the reason why imgkit does not set it.
 
-        `value` is shown as the value that would be right. If the variable is already set, it is kept.
+        If the user, the recipe or the image has set it, workers get that value. Otherwise it remains unset,
+        and `right_value` is only shown in the report, as the value that would be right on this node.
         """
         preset = self.preset(variable)
         if preset is None:
-            self.add_decision(variable, value, reason)
+            self.add_decision(variable, right_value, reason)
         else:
             self._keep_preset(variable, preset, f"{preset.source}; not needed: {reason}")
 
     def _keep_preset(self, variable: str, preset: Preset, reason: str) -> None:
-        """Keep the value that a variable already has, and report it.
+        """Make sure that workers get the value that a variable already has, and report it.
 
         Workers inherit values from the environment, so these need no action. Two kinds of values are set for
         the workers explicitly. The first kind is a value of the recipe. The second kind is a value of an
         nccl.conf file if the image sets the same variable.
         """
-        image_sets = self.image_sets(variable)
-        # NCCL ignores nccl.conf for variables in the environment, so the image's value would hide the user's.
-        is_from_conf = preset.is_users and image_sets
-        if preset.origin == "recipe" or is_from_conf:
+        has_image_value = self.is_set_by_image(variable)
+        # NCCL ignores nccl.conf for variables in the environment, so the image's value would hide the file's.
+        is_hidden_by_image = preset.is_from_conf_file and has_image_value
+        if preset.origin == "recipe" or is_hidden_by_image:
             self.worker_env[variable] = preset.value
-        if image_sets and self.env[variable] != preset.value:
+        if has_image_value and self.env[variable] != preset.value:
             reason = f"{reason}; replaces the image's {self.env[variable]!r}"
         self.add_decision(variable, preset.value, reason, used=True, origin=preset.origin)
 
@@ -347,7 +362,7 @@ class FabricPlanBuilder:
         A value of the user is kept. `reason` says in the report why the value is wrong.
         """
         preset = self.preset(variable)
-        if preset is not None and not preset.is_users:
+        if preset is not None and not preset.is_from_user:
             self.dropped.append(variable)
             reason = f"{preset.source}, not used: {reason}"
             self.add_decision(variable, preset.value, reason, origin=preset.origin)
@@ -365,21 +380,32 @@ class FabricPlanBuilder:
 
         Call this after all decisions. It passes the recipe's remaining variables to the workers.
         """
+        # This order: a variable that both set is reported once, with a reason that names the recipe.
+        self._keep_recipe_variables()
+        self._keep_conf_file_variables()
+
+    def _keep_recipe_variables(self) -> None:
+        """Keep and report the variables of the recipe without a decision so far."""
         decided = {decision.variable for decision in self.decisions}
         for variable, value in self.recipe.items():
-            preset = self.preset(variable)
-            # Without a preset, the variable was dropped on purpose.
+            preset = self.preset(variable)  # None: the recipe's value was dropped on purpose
             if variable in decided or preset is None:
                 continue
-            decided.add(variable)  # an nccl.conf file below may set it as well, but is reported only once
-            if preset.is_users:
-                self._keep_preset(variable, preset, f"{preset.source}; the recipe's {value!r} is not used")
-            else:
-                self._keep_preset(variable, preset, preset.source)
+            reason = preset.source
+            if preset.is_from_user:
+                reason += f"; the recipe's {value!r} is not used"
+            self._keep_preset(variable, preset, reason)
+
+    def _keep_conf_file_variables(self) -> None:
+        """Keep and report the variables of nccl.conf files without a decision so far."""
+        decided = {decision.variable for decision in self.decisions}
         for setting in self.facts.nccl_settings:
             preset = self.preset(setting.name)
-            # A preset without a location comes from the environment, which overrides the file.
-            if setting.name not in decided and preset is not None and preset.location:
+            if setting.name in decided or preset is None:
+                continue
+            if (
+                preset.is_from_conf_file
+            ):  # otherwise the environment has another value, which overrides the file
                 self._keep_preset(setting.name, preset, preset.source)
 
     def build(self, reason: str, carriers: Carriers, issues: tuple[IssueResult, ...]) -> FabricPlan:

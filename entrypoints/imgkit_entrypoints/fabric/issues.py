@@ -52,16 +52,17 @@ def apply_known_issues(plan: FabricPlanBuilder) -> tuple[IssueResult, ...]:
 def _find_variable_value(plan: FabricPlanBuilder, name: str) -> Value:
     """Return the value that workers would get for the variable `name`, with its evidence for messages.
 
-    A variable that is not set has the value "".
+    A variable that is not set has the value "". The value counts as requested if the user or the recipe has
+    set it. A value that only the image or imgkit has set is not requested.
     """
-    text = plan.worker_value(name) or ""
-    if plan.preset(name):
+    worker_value = plan.worker_value(name) or ""
+    if plan.preset(name) is not None:  # set by the user, the recipe or the image, which the evidence names
         evidence = plan.describe(name)
-    elif text:
-        evidence = f"{name}={text!r}"
+    elif worker_value:  # set by imgkit
+        evidence = f"{name}={worker_value!r}"
     else:
         evidence = f"{name} is not set"
-    return Value(text, evidence, is_requested=plan.requested_preset(name) is not None)
+    return Value(worker_value, evidence, is_requested=plan.requested_preset(name) is not None)
 
 
 def _collect_node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:

@@ -26,6 +26,8 @@ VARIABLE = "LD_LIBRARY_PATH"
 # runtime.cuda_compat.
 KEY = "host_libs"
 COMPAT_KEY = "cuda_compat"
+# The two names of the network plug-in aws-ofi-nccl. NCCL itself searches for the second one.
+_OFI_PLUGIN, _DEFAULT_PLUGIN = PLUGINS
 _RUNTIME_FOLDER = "/.singularity.d/libs"
 """Folder with the driver's libraries, which Singularity and Apptainer add to the image's path (``--nv``)."""
 
@@ -92,8 +94,9 @@ def _split_library_path(plan: FabricPlanBuilder) -> _Folders:
     If this launch was started inside another launch of imgkit, the folders that the other launch has added
     are left out, because this launch decides about them again.
     """
-    # Without a manifest, the image's own path is unknown. All folders then count as the user's.
+    # Without a manifest, the image's own path is unknown. Its folders then count as the user's.
     image_path = plan.facts.image_env.get(VARIABLE, "") if plan.facts.image_env else ""
+    # Apptainer adds the first folder, with the driver's libraries, to the image's path in every container.
     known_image_folders = {_RUNTIME_FOLDER, *image_path.split(":")}
     # An outer launch may have added this folder, and folders that begin with `LINKS`.
     compat_folder = plan.facts.cuda_compat.folder if plan.facts.cuda_compat else ""
@@ -150,24 +153,23 @@ def _choose_host_libraries(plan: FabricPlanBuilder) -> dict[str, str]:
     links = {name: library.target for name, library in selected.items()}
     # NCCL opens the plug-in as libnccl-net.so, but some hosts have it only as libnccl-net-ofi.so. So the
     # first name is linked to the file with the second.
-    ofi_name, net_name = PLUGINS
-    if ofi_name in selected and net_name not in check.host:
-        links[net_name] = selected[ofi_name].target
+    if _OFI_PLUGIN in selected and _DEFAULT_PLUGIN not in check.host:
+        links[_DEFAULT_PLUGIN] = selected[_OFI_PLUGIN].target
     return links
 
 
 def _report_unloadable(plan: FabricPlanBuilder, check: _LoadCheck, name: str, problem: LoadProblem) -> None:
     """Report that the host's library `name` is not used because of `problem`, and add a warning.
 
-    There is no warning if the same cause already has one.
+    There is no warning if the warning about another library has the same cause: a library that this one
+    needs, or the same plug-in under its other name.
     """
     path = check.host[name].path
     plan.add_decision(name, path, f"{name} {problem.text}")
     if problem.unused_library:  # the warning about that library names the cause
         return
     # The plug-in's two names are usually links to one file, so one warning is enough.
-    ofi_name, net_name = PLUGINS
-    if name == net_name and ofi_name in check.host:
+    if name == _DEFAULT_PLUGIN and _OFI_PLUGIN in check.host:
         return
     fix = "use libraries that fit the image, or build them in the image"
     if problem.missing_version.startswith("GLIBC"):
@@ -229,7 +231,8 @@ class _LoadCheck:
         newest = _find_newest_version(versions, "GLIBC")
         needed = f"GLIBC_{newest}" if newest else "no version of glibc"
         libc = self.image.get("libc.so.6")
-        return f"the host's; it needs {needed}, {_describe_newest_version(libc, 'GLIBC_') if libc else ''}"
+        image_part = _describe_newest_version(libc, "GLIBC") if libc else ""
+        return f"the host's; it needs {needed}, {image_part}"
 
     def problem(self, name: str) -> LoadProblem | None:
         """Return why the image cannot load the host's library `name`, or None if it can."""
@@ -295,15 +298,24 @@ class _LoadCheck:
             return self._find_rpath_problem(library, needed)
         if needed in self.image:
             return self._find_image_problem(library, needed)
-        # The image does not have the library, and the host's file does not exist or cannot be used. Say why.
         if needed not in self.host:
+            # IMAGE_LIBRARIES are never taken from the host, so the host is not mentioned.
             if needed in IMAGE_LIBRARIES:
                 return LoadProblem(f"needs {needed}, which the image does not have")
             return LoadProblem(f"needs {needed}, which neither the image nor the host has")
+        return self._find_host_problem(library, needed)
+
+    def _find_host_problem(self, library: Candidate, needed: str) -> LoadProblem:
+        """Return why `library` cannot use the host's `needed`, as `is_from_host` has found.
+
+        Either the host's file cannot be loaded itself, or it is too old for `library`.
+        """
         problem = self.problem(needed)
         if problem is None:
             version = _find_missing_version(library, self.host[needed])
-            return LoadProblem(f"needs {version} of {needed}, which the host's lacks", version)
+            text = f"needs {version} of {needed}, which the host's lacks"
+            return LoadProblem(text, missing_version=version)
+        # A library of the fabric has a warning of its own, which names the cause. Others have none.
         if needed in FABRIC_LIBRARIES:
             return LoadProblem(f"needs {needed}, which is not used", unused_library=needed)
         return problem._replace(text=f"needs {needed}, and {needed} {problem.text}")
@@ -327,7 +339,8 @@ class _LoadCheck:
 
         The image's file may be too old, which means that it lacks a symbol version.
         """
-        version = _find_missing_version(library, self.image[needed])
+        image_library = self.image[needed]
+        version = _find_missing_version(library, image_library)  # such as "GLIBC_2.38"
         if not version:
             return None
         # The host's file might be newer. If it cannot be used either, its own problem is the cause.
@@ -335,23 +348,23 @@ class _LoadCheck:
             problem = self.problem(needed)
             if problem:
                 return problem._replace(text=f"needs {version}, and the host's {needed} {problem.text}")
-        return LoadProblem(
-            f"needs {version}, {_describe_newest_version(self.image[needed], version)}", version
-        )
+        prefix, _, _ = version.rpartition("_")  # "GLIBC_2.38" -> "GLIBC"
+        text = f"needs {version}, {_describe_newest_version(image_library, prefix)}"
+        return LoadProblem(text, missing_version=version)
 
 
-def _find_missing_version(library: Candidate, server: Candidate) -> str:
-    """Return the newest symbol version that `library` needs but `server` does not define.
+def _find_missing_version(library: Candidate, provider: Candidate) -> str:
+    """Return the newest symbol version that `library` needs but `provider` does not define.
 
-    `server` is the library that should define it. A version is a text such as ``GLIBC_2.38``. If no version
-    is missing, return "". If `server` defines no versions at all, none counts as missing, because the dynamic
-    linker only prints a warning in this case.
+    `provider` is the library that should define it. A version is a text such as ``GLIBC_2.38``. If no version
+    is missing, return "". If `provider` defines no versions at all, none counts as missing, because the
+    dynamic linker only prints a warning in this case.
     """
-    defined = _list_defined_versions(server)
+    defined = _list_defined_versions(provider)
     if library.object is None or not defined:
         return ""
-    needs = library.object.needs.get(server.name, ())
-    missing = [version for version in needs if version not in defined]
+    versions = library.object.needs.get(provider.name, ())
+    missing = [version for version in versions if version not in defined]
     return max(missing, key=_parse_version, default="")
 
 
@@ -376,13 +389,15 @@ def _find_newest_version(versions: Sequence[str], prefix: str) -> str:
     return newest.removeprefix(f"{prefix}_")
 
 
-def _describe_newest_version(server: Candidate, version: str) -> str:
-    """Return the newest version that the image's library `server` supports, as part of a message.
+def _describe_newest_version(image_library: Candidate, prefix: str) -> str:
+    """Return the newest version that a library of the image defines, as part of a message.
 
-    Only versions with the same prefix as `version` count. For ``GLIBC_2.38``, the prefix is ``GLIBC``.
+    Only versions with `prefix` count, such as ``GLIBC`` for GLIBC_2.38.
     """
-    newest = _find_newest_version(_list_defined_versions(server), version.rpartition("_")[0])
-    return f"the image has {newest} ({server.path})" if newest else f"which the image's {server.path} lacks"
+    newest = _find_newest_version(_list_defined_versions(image_library), prefix)
+    if not newest:
+        return f"which the image's {image_library.path} lacks"
+    return f"the image has {newest} ({image_library.path})"
 
 
 def _choose_compat_folder(plan: FabricPlanBuilder) -> str:
@@ -390,23 +405,26 @@ def _choose_compat_folder(plan: FabricPlanBuilder) -> str:
 
     Forward compatibility is a libcuda.so in the image that runs a newer CUDA on an older driver. The decision
     is added to the plan's report with its reason. There is no decision if forward compatibility is turned
-    off, or if by default it is not considered.
+    off, or if it is only allowed for a newer major version of CUDA and the image does not need one.
     """
     compat = plan.facts.cuda_compat
-    if compat is None:
+    if compat is None:  # turned off
         return ""
     versions = _find_cuda_versions(plan)
-    # By default, forward compatibility is considered only if the image needs a newer major version of CUDA.
-    if compat.is_for_major and (versions is None or not versions.has_newer_major):
+    needs_newer_major = versions is not None and versions.has_newer_major
+    # `is_for_major` is the default: only allowed for a newer major version.
+    if compat.is_for_major and not needs_newer_major:
         return ""
     is_used, reason = _judge_compat(plan, compat, versions)
-    # If the user has added a folder with a libcuda.so.1, the user's library is kept. Otherwise the folder of
-    # this function, which comes first on the library path, would hide it.
+    # The returned folder comes first on the library path, so it would hide a libcuda.so.1 of the user.
     user_folders = _split_library_path(plan).user
-    user_cuda = [folder for folder in compat.cuda_folders if folder in user_folders]
-    if is_used and user_cuda:
-        is_used, reason = False, f"{VARIABLE} names {user_cuda[0]}, which has a libcuda.so.1 as well"
-    plan.add_decision(COMPAT_KEY, compat.folder or COMPAT, f"{reason} ({compat.source})", used=is_used)
+    user_cuda_folders = [folder for folder in compat.cuda_folders if folder in user_folders]
+    if is_used and user_cuda_folders:
+        is_used = False
+        reason = f"{VARIABLE} names {user_cuda_folders[0]}, which has a libcuda.so.1 as well"
+    # If the image has no such library, the report shows the folder where CUDA's images keep it.
+    reported_folder = compat.folder or COMPAT
+    plan.add_decision(COMPAT_KEY, reported_folder, f"{reason} ({compat.source})", used=is_used)
     return compat.folder if is_used else ""
 
 
@@ -429,15 +447,17 @@ class _CudaVersions(NamedTuple):
 
 
 def _find_cuda_versions(plan: FabricPlanBuilder) -> _CudaVersions | None:
-    """Return the versions of CUDA and the driver, or None if one of them is unknown.
+    """Return the driver's version, the CUDA that it supports, and the CUDA that the image needs.
 
-    The image's version is the variable CUDA_VERSION, which NVIDIA's base images set.
+    The image's CUDA is in the variable CUDA_VERSION, which NVIDIA's base images set. The result is None if it
+    or the driver's version is unknown.
     """
-    driver = _parse_version(plan.facts.driver_version)
+    driver = _parse_version(plan.facts.driver_version)  # "535.104.05" -> (535, 104, 5)
     needed = cuda_drivers.parse_cuda(plan.env.get("CUDA_VERSION", ""))
     if not driver or needed is None:
         return None
-    return _CudaVersions(needed, cuda_drivers.supported_cuda(driver[0]), driver)
+    branch = driver[0]
+    return _CudaVersions(needed=needed, supported=cuda_drivers.supported_cuda(branch), driver=driver)
 
 
 def _judge_compat(

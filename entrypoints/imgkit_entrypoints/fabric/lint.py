@@ -55,22 +55,26 @@ def _check_rdma_off(plan: FabricPlanBuilder) -> Findings:
     The warning compares the rate of RDMA with the rate of TCP.
     """
     variable = _find_rdma_off_variable(plan)
-    # With another kind, the variable has no effect: NCCL_IB_DISABLE does not turn Slingshot off.
-    if plan.kind != "tcp" or not variable:
+    if not variable:
+        return
+    # Such a variable makes TCP the fabric of the node. The exception is NCCL_IB_DISABLE on a node with
+    # Slingshot, where it has no effect.
+    if plan.kind != "tcp":
         return
     facts = plan.facts
-    if facts.cxi:
+    if facts.cxi:  # Slingshot's NICs
         rate_Gbps: float | None = slingshot.NIC_Gbps * len(facts.cxi)
         nics = slingshot.nics_text(facts)
     else:
         usable = ports.choose_ports(plan).selected
-        rate_Gbps = ports.line_rate_Gbps(facts, usable)
+        rate_Gbps = ports.line_rate_Gbps(facts, usable)  # None: unknown
         nics = ", ".join(port.name for port in usable)
     if not nics:  # RDMA does not work here anyway
         return
     rdma_rate = f"{rate_Gbps:g} Gbit/s" if rate_Gbps else "more"
-    problem = f"{plan.describe(variable)} turns RDMA off: {nics} would carry {rdma_rate}, "
-    problem += f"and TCP over {_describe_tcp(plan, rate_Gbps)}"
+    rdma_text = f"{nics} would carry {rdma_rate}"  # "mlx5_0:1 would carry 400 Gbit/s"
+    tcp_text = _describe_tcp(plan, rate_Gbps)  # "eth0 carries 25 Gbit/s at most (16 times less)"
+    problem = f"{plan.describe(variable)} turns RDMA off: {rdma_text}, and TCP over {tcp_text}"
     yield Finding(problem, plan.unset_hint(variable))
 
 
@@ -78,10 +82,10 @@ def _find_rdma_off_variable(plan: FabricPlanBuilder) -> str:
     """Return the name of the variable with which the user has turned RDMA off, or "" if RDMA is on."""
     # The recipe may turn RDMA off on purpose for the whole cluster, so only the user's values count.
     network = plan.preset("NCCL_NET")
-    if network is not None and network.is_users and network.value.lower() == "socket":
+    if network is not None and network.is_from_user and network.value.lower() == "socket":
         return "NCCL_NET"
     disable = plan.preset("NCCL_IB_DISABLE")
-    if disable is not None and disable.is_users and disable.value.strip() not in ("", "0"):
+    if disable is not None and disable.is_from_user and disable.value.strip() not in ("", "0"):
         return "NCCL_IB_DISABLE"
     return ""
 
@@ -92,9 +96,10 @@ def _describe_tcp(plan: FabricPlanBuilder, rdma_rate_Gbps: float | None) -> str:
     For example ``eth0 carries 25 Gbit/s at most (16 times less)``. The comparison with the rate of RDMA is
     left out if either rate is unknown.
     """
-    # The same choice as for a run that uses TCP: the fabric's own interfaces come first.
-    best = sockets.best_interface(plan, sockets.usable_names(plan.facts, "hsn", "ib"))
-    if best is None:
+    # The same choice as for a run that uses TCP: the interfaces of Slingshot and InfiniBand come first.
+    fabric_interfaces = sockets.usable_names(plan.facts, prefixes=sockets.FABRIC_PREFIXES)
+    best = sockets.best_interface(plan, preferred=fabric_interfaces)
+    if best is None:  # the words "no interface" stand where the sentence otherwise names the interface
         return "no interface carries less, at an unknown rate"
     interface = best.interface
     if not interface.speed_Mbps:
@@ -258,7 +263,7 @@ def _check_interfaces(plan: FabricPlanBuilder) -> Findings:
         local_names = [name for name in names if name == "lo" or name.startswith("docker")]
         description, unset = plan.describe(variable), plan.unset_hint(variable)
         if not names:
-            usable = ", ".join(sockets.usable_names(plan.facts, "")) or "none but lo"
+            usable = ", ".join(sockets.usable_names(plan.facts)) or "none but lo"
             problem = f"{description} selects no interface that is up with an address"
             yield Finding(problem, f"{unset}, or name one of: {usable}")
         elif plan.has_several_nodes and local_names == names:  # all selected interfaces are local

@@ -293,20 +293,24 @@ def _report_cards(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
     A virtual function is a share of a physical card, for example for a virtual machine. NCCL merges all ports
     that belong to the same card.
     """
-    ports_by_card: dict[
-        str, list[Port]
-    ] = {}  # a card may appear as several devices, such as mlx5_0 and mlx5_1
+    # A card may appear as several devices, such as mlx5_0 and mlx5_1.
+    ports_by_card: dict[str, list[Port]] = {}
     for port in used:
         device = _find_device(plan.facts, port)
         ports_by_card.setdefault(device.card, []).append(port)
-        if device.physical:
+        if _is_virtual_function(device):
             reason = f"{device.path}/device/physfn -> {device.physical}: a virtual function of that card"
             plan.add_decision(HCA, port.name, reason, used=True)
-    for card, ports in ports_by_card.items():
-        if len(ports) > 1:
-            path = _find_device(plan.facts, ports[0]).path
+    for card, card_ports in ports_by_card.items():
+        if len(card_ports) > 1:
+            path = _find_device(plan.facts, card_ports[0]).path
             reason = f"one card ({path}/device: {card}): NCCL merges its ports into one NIC"
-            plan.add_decision(HCA, ",".join(port.name for port in ports), reason, used=True)
+            plan.add_decision(HCA, ",".join(port.name for port in card_ports), reason, used=True)
+
+
+def _is_virtual_function(device: RdmaDevice) -> bool:
+    """Return whether a device is a virtual function, which is a share of a physical card."""
+    return device.physical != ""  # the address of that card, or "" for a device that is a card itself
 
 
 def _warn_slow_ports(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
@@ -371,16 +375,16 @@ def line_rate_Gbps(facts: HostFacts, used: Sequence[Port]) -> float | None:
     count, because both share the card's rate.
     """
     devices = {port.name: _find_device(facts, port) for port in used}
-    cards = {device.card for device in devices.values() if not device.physical}
-    total = 0.0
+    whole_cards = {device.card for device in devices.values() if not _is_virtual_function(device)}
+    total_Gbps = 0.0
     for port in used:
         device = devices[port.name]
-        if device.physical and device.card in cards:
+        if _is_virtual_function(device) and device.card in whole_cards:
             continue
         if port.rate_Gbps is None:
             return None
-        total += port.rate_Gbps
-    return total or None  # without ports, the rate is unknown and not 0
+        total_Gbps += port.rate_Gbps
+    return total_Gbps or None  # without ports, the rate is unknown and not 0
 
 
 FINDS_GID: tuple[int, ...] = (2, 21)
@@ -410,24 +414,23 @@ def gid_evidence(port: Port, gid: Gid) -> str:
     return f"{port.path}/gids/{gid.index}: {gid.value} ({gid.ipv4 or 'no IPv4'}), {gid.kind or 'no type'}"
 
 
-def set_gid_index(plan: FabricPlanBuilder, ports: Sequence[Port]) -> None:
-    """Set NCCL_IB_GID_INDEX for these RoCE ports, or report why it is not set.
+def set_gid_index(plan: FabricPlanBuilder, used: Sequence[Port]) -> None:
+    """Set NCCL_IB_GID_INDEX for the RoCE ports in use, or report why it is not set.
 
     The value is the index of the address (GID) that NCCL uses on each port. It is set only for versions of
     NCCL below 2.21, because later versions find the right address themselves. A run on several nodes is
     blocked if a port has no IPv4 address. It is also blocked if NCCL is older than 2.21 and the ports need
     different indices, because NCCL has only one index for all ports.
     """
-    for name in GID_SEARCH:  # NCCL's variables for its own search, such as NCCL_IB_ADDR_FAMILY
-        if plan.preset(name):
-            evidence = f"{name}={plan.worker_value(name)}"
-            # `pick_gid` below predicts NCCL's search with its default settings.
-            reason = f"{evidence} changes NCCL's search, so its result is not predicted"
-            plan.report_unset(GID_INDEX, "", reason)
-            return
+    # `pick_gid` below predicts NCCL's own search, but only with the search's default settings.
+    search_variable = _find_gid_search_variable(plan)
+    if search_variable:
+        evidence = f"{search_variable}={plan.worker_value(search_variable)}"
+        plan.leave_variable(GID_INDEX, f"{evidence} changes NCCL's search, so its result is not predicted")
+        return
     gids: dict[str, Gid] = {}
     gid_texts: list[str] = []
-    for port in ports:
+    for port in used:
         gid = pick_gid(port.gids)
         if gid is None:
             _block_port_without_gid(plan, port)
@@ -435,8 +438,19 @@ def set_gid_index(plan: FabricPlanBuilder, ports: Sequence[Port]) -> None:
             gids[port.name] = gid
             gid_texts.append(gid_evidence(port, gid))
     # If a port has no GID, no index is right for all ports. The loop above has reported such a port.
-    if gids and len(gids) == len(ports):
-        _set_common_index(plan, gids, "; ".join(gid_texts))
+    if gids and len(gids) == len(used):
+        _set_common_index(plan, gids, "; ".join(gid_texts))  # checks NCCL's version, too
+
+
+def _find_gid_search_variable(plan: FabricPlanBuilder) -> str:
+    """Return a variable that is set and changes NCCL's search for the GID, or "" if there is none.
+
+    For example NCCL_IB_ADDR_FAMILY.
+    """
+    for variable in GID_SEARCH:
+        if plan.preset(variable) is not None:
+            return variable
+    return ""
 
 
 def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence: str) -> None:
@@ -459,7 +473,7 @@ def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence
     # none is.
     if facts.nccl is None:
         reason = f"NCCL's version is unknown; 2.21 and later find this themselves: {evidence}"
-        plan.report_unset(GID_INDEX, index_by_port, reason)
+        plan.leave_variable(GID_INDEX, reason, right_value=index_by_port)
         if plan.preset(GID_INDEX) is None:
             plan.add_warning(
                 f"the image's NCCL version is unknown. Below 2.21, RoCE needs {GID_INDEX} ({index_by_port})",
@@ -468,14 +482,15 @@ def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence
     elif facts.nccl >= FINDS_GID:
         reason = f"{nccl} finds {index_by_port} itself: {evidence}"
         plan.drop_image_variable(GID_INDEX, reason)
-        plan.report_unset(GID_INDEX, common_index or index_by_port, reason)
+        plan.leave_variable(GID_INDEX, reason, right_value=common_index or index_by_port)
     elif common_index:
         reason = f"{nccl} uses index 0 by default (2.21 and later search): {evidence}"
         plan.set_variable(GID_INDEX, common_index, reason)
     else:
         problem = "the NICs need different indices"
         plan.drop_image_variable(GID_INDEX, f"{problem} ({index_by_port}): {evidence}")
-        plan.report_unset(GID_INDEX, index_by_port, f"{problem}, so none is set: {evidence}")
+        reason = f"{problem}, so none is set: {evidence}"
+        plan.leave_variable(GID_INDEX, reason, right_value=index_by_port)
         if plan.preset(GID_INDEX) is None:
             first_port = next(iter(gids))
             plan.add_blocker(
@@ -494,12 +509,13 @@ def _block_port_without_gid(plan: FabricPlanBuilder, port: Port) -> None:
     slots = ", ".join(f"{gid.index}: {gid.value} {gid.kind}".strip() for gid in port.gids) or "all empty"
     netdev = next((gid.netdev for gid in port.gids if gid.netdev), "its interface")
     reason = f"{port.name} has no IPv4 GID, so NCCL uses index 0; {port.path}/gids: {slots}"
-    # Drop the image's index first, so that only a deliberate choice counts as a preset below.
+    # Drop the image's index first, so that the rest only sees a value of the user or the recipe.
     plan.drop_image_variable(GID_INDEX, reason)
-    plan.report_unset(GID_INDEX, "", reason)
-    if plan.preset(GID_INDEX) is None:
-        plan.add_blocker(
-            f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots})",
-            f"give {netdev} an address (in a pod: add the RoCE network's annotation), or use TCP: "
-            "NCCL_IB_DISABLE=1",
-        )
+    plan.leave_variable(GID_INDEX, reason)
+    if plan.preset(GID_INDEX) is not None:  # a deliberate choice
+        return
+    plan.add_blocker(
+        f"{port.name} has no IPv4 GID because {netdev} has no IPv4 address ({port.path}/gids: {slots})",
+        f"give {netdev} an address (in a pod: add the RoCE network's annotation), or use TCP: "
+        "NCCL_IB_DISABLE=1",
+    )

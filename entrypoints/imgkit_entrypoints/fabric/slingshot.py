@@ -79,25 +79,35 @@ def _set_network(plan: FabricPlanBuilder) -> None:
     allocate memory that is never used. It is not set either if NCCL_NET_PLUGIN already selects the plug-in.
     """
     if not plan.has_several_nodes:
-        # Drop a value of the recipe or the image first. Otherwise `report_unset` would keep it.
+        # Drop a value of the recipe or the image first, because `leave_variable` would keep it for the
+        # workers. Both calls add a line to the report.
         plan.drop_variable("NCCL_NET", "on one node the plugin allocates memory for nothing (HPE's guide)")
         reason = "one node needs no network; it is set only between nodes"
-        plan.report_unset("NCCL_NET", OFI_NETWORK, reason)
+        plan.leave_variable("NCCL_NET", reason, right_value=OFI_NETWORK)
         return
-    plugin_preset = plan.preset(plugins.VARIABLE)
+    plugin_preset = plan.preset(plugins.VARIABLE)  # the value of NCCL_NET_PLUGIN, if somebody has set it
     if plugin_preset is not None:
         evidence = f"{plugins.VARIABLE}={plugin_preset.value} ({plugin_preset.source})"
         reason = f"{evidence} names the plugin; CSCS advises against setting both"
-        plan.report_unset("NCCL_NET", OFI_NETWORK, reason)
+        plan.leave_variable("NCCL_NET", reason, right_value=OFI_NETWORK)
         return
-    path = find_plugin(plan.facts, plan.links)
-    reason = f"{nics_text(plan.facts)}: NCCL stops instead of using TCP; plugin: {path or 'not found'}"
+    plugin_path = find_plugin(plan.facts, plan.links)
+    evidence = f"plugin: {plugin_path or 'not found'}"
+    reason = f"{nics_text(plan.facts)}: NCCL stops instead of using TCP; {evidence}"
     plan.set_variable("NCCL_NET", OFI_NETWORK, reason)
-    # Versions of aws-ofi-nccl after 1.11 also accept the names "Libfabric" and "OFI".
-    if not path and plan.worker_value("NCCL_NET") in (OFI_NETWORK, "Libfabric", "OFI"):
-        plan.add_warning(
-            "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "
-            f'with "network {OFI_NETWORK} not found"',
-            "bind the site's plugin and libfabric and put them on LD_LIBRARY_PATH, or accept TCP, about 20 "
-            "times slower: NCCL_NET=Socket",
-        )
+    if not plugin_path:
+        _warn_missing_plugin(plan)
+
+
+def _warn_missing_plugin(plan: FabricPlanBuilder) -> None:
+    """Warn that NCCL will stop, because NCCL_NET requires aws-ofi-nccl and this plug-in was not found."""
+    # The user or the recipe may have chosen another network. Versions of aws-ofi-nccl after 1.11 also accept
+    # the names "Libfabric" and "OFI".
+    if plan.worker_value("NCCL_NET") not in (OFI_NETWORK, "Libfabric", "OFI"):
+        return
+    plan.add_warning(
+        "aws-ofi-nccl (libnccl-net-ofi.so, libnccl-net.so) is not on the library path: NCCL will stop "
+        f'with "network {OFI_NETWORK} not found"',
+        "bind the site's plugin and libfabric and put them on LD_LIBRARY_PATH, or accept TCP, about 20 "
+        "times slower: NCCL_NET=Socket",
+    )

@@ -21,6 +21,8 @@ SOCKET_COUNTS = ("NCCL_SOCKET_NTHREADS", "NCCL_NSOCKS_PERTHREAD")
 _VIRTUAL = (
     *("docker", "virbr", "veth", "br-", "cni", "flannel", "cali", "tun", "kube", "podman", "ifb", "dummy"),
 )
+FABRIC_PREFIXES = ("hsn", "ib")
+"""Prefixes of the interfaces over which TCP uses Slingshot (hsn0) and InfiniBand (ib0)."""
 _SELF_TUNED = {"0x1d0f": "AWS", "0x1ae0": "Google"}
 """PCI vendors for which NCCL chooses the number of sockets itself (net_socket.cc)."""
 # NCCL's user guide recommends more sockets "for generic 100G networks", so not below 100 Gbit/s.
@@ -41,8 +43,8 @@ def usable_interfaces(facts: HostFacts) -> tuple[Interface, ...]:
     return tuple(interfaces)
 
 
-def usable_names(facts: HostFacts, *prefixes: str) -> list[str]:
-    """Return the names of the usable interfaces that begin with one of `prefixes`."""
+def usable_names(facts: HostFacts, prefixes: tuple[str, ...] = ("",)) -> list[str]:
+    """Return the names of the usable interfaces that begin with one of `prefixes`. By default, all do."""
     return [item.name for item in usable_interfaces(facts) if item.name.startswith(prefixes)]
 
 
@@ -195,7 +197,7 @@ def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Int
     choice = best_interface(plan, preferred)
     if choice is None:
         reason = "no interface except lo is up with an address (/sys/class/net, /proc/net/fib_trie)"
-        plan.report_unset(NCCL, "", reason)
+        plan.leave_variable(NCCL, reason)
         # If no interface is known at all, /sys is not visible, and the node may still work.
         if plan.has_several_nodes and plan.facts.interfaces:
             fix = "start the container with the host's network (docker: --network host)"
@@ -207,7 +209,8 @@ def set_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> Int
         plan.set_variable(NCCL, interface_list, reason)
         plan.set_variable(GLOO, interface.name, reason)
     else:
-        plan.report_unset(NCCL, interface_list, f"one node needs none; several nodes would use it: {reason}")
+        one_node_reason = f"one node needs none; several nodes would use it: {reason}"
+        plan.leave_variable(NCCL, one_node_reason, right_value=interface_list)
     return interface
 
 
@@ -256,7 +259,7 @@ def set_socket_counts(plan: FabricPlanBuilder, interface: Interface) -> None:
     for variable in SOCKET_COUNTS:
         if cloud:
             evidence = f"{folder}/device/vendor: {interface.vendor}"
-            plan.report_unset(variable, "", f"{evidence}: NCCL chooses the number itself on {cloud}")
+            plan.leave_variable(variable, f"{evidence}: NCCL chooses the number itself on {cloud}")
         else:
             evidence = f"{folder}/speed: {interface.speed_Mbps}"
             reason = f"{evidence}; NCCL's user guide recommends 4 for generic 100G networks"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -55,7 +55,10 @@ class AddedNumbers(Protocol):
         """Return this rank's numbers since the last call as float64, the same count on all ranks."""
 
     def arrived(self, exchange: Agreed, /) -> None:
-        """Use the sums over all ranks. All ranks get the same sums, so an error is raised on all ranks."""
+        """Use the sums over all ranks, which are in the order of `take`.
+
+        All ranks get the same sums, so an error is raised on all ranks.
+        """
 
 
 class _SentNumbers(NamedTuple):
@@ -153,8 +156,8 @@ class Agreement:
             if self.stop:  # the ranks save next, and the log must contain the numbers of all steps before
                 self._finish_exchange()
 
-    def wait_for_ranks(self, step: int, call: str) -> None:
-        """Wait until the numbers of all steps up to `step` have been added up.
+    def exchange_and_wait(self, step: int, call: str) -> None:
+        """Add up the numbers of all steps up to `step` now, and wait for the sums and so for all ranks.
 
         This is a collective call: all ranks must make it.
 
@@ -171,8 +174,7 @@ class Agreement:
     def _start_exchange(self, step: int, call: str) -> None:
         """Read the sums of the last exchange, and start to add up the numbers since then over all ranks.
 
-        The values are, in this order: the seconds per step, a hash of step and call, the square of the hash,
-        1 or 0 for each reason to stop, and the numbers of `AddedNumbers`.
+        The ranks add up a header (see `_make_header`), followed by the numbers of `AddedNumbers`.
         """
         # Only one exchange is under way at a time, so finish the last one first.
         self._finish_exchange()
@@ -180,21 +182,26 @@ class Agreement:
         seconds = time.perf_counter() - self._clock_start
         steps = step - self._clock_step
         self.start_clock(step)  # after the two lines above, which use the old start
-        # Ranks at different steps or in different calls of the program get different hashes, so that
-        # `_finish_exchange` notices them.
-        step_hash = (step + _hash_text(call, _STEP_HASH_LIMIT)) % _STEP_HASH_LIMIT
-        own_reasons = self._find_reasons()
-        reason_flags = [reason in own_reasons for reason in REASONS]
-        # `_finish_exchange` reads the values in the same order.
-        own_values = [seconds / max(1, steps), step_hash, step_hash * step_hash, *reason_flags]
-        own_numbers = torch.tensor(own_values, dtype=numbers.dtype)
-        own_numbers_on_device = own_numbers.to(numbers.device, non_blocking=True)
-        values = torch.cat([own_numbers_on_device, numbers])
+        header = torch.tensor(self._make_header(step, call, seconds / max(1, steps)), dtype=numbers.dtype)
+        header_on_device = header.to(numbers.device, non_blocking=True)
+        values = torch.cat([header_on_device, numbers])
         # The all-reduce goes on in the background while the program takes its next steps.
         work = None
         if self._ranks.world_size > 1:
             work = dist.all_reduce(values, async_op=True, group=self._ranks.group)
         self._sent = _SentNumbers(step, steps, seconds, call, work, values)
+
+    def _make_header(self, step: int, call: str, seconds_per_step: float) -> list[float]:
+        """Return the first values that this rank sends. `_finish_exchange` reads their sums in this order.
+
+        They are: the seconds per step, a hash of step and call, the square of the hash, and 1 or 0 for each
+        of `REASONS` to stop. The sums of hashes and squares show whether all ranks are at the same step and
+        in the same call (`_are_hashes_equal`).
+        """
+        step_hash = (step + _hash_text(call, _STEP_HASH_LIMIT)) % _STEP_HASH_LIMIT
+        own_reasons = self._find_reasons()
+        reason_flags = [reason in own_reasons for reason in REASONS]
+        return [seconds_per_step, step_hash, step_hash * step_hash, *reason_flags]
 
     def _finish_exchange(self) -> None:
         """Wait for the sums of the last exchange, and use them. Do nothing if they have already been used.
@@ -214,8 +221,8 @@ class Agreement:
         self._sent = None  # now, so that the sums are not used twice if an error is raised below
         if sent.work is not None:
             sent.work.wait()
-        # The all-reduce has replaced each value of this rank by the sum over all ranks. The order of the
-        # values is that in `_start_exchange`.
+        # The all-reduce has replaced each value of this rank by the sum over all ranks. The first values are
+        # in the order of `_make_header`.
         step_seconds, hash_sum, square_sum, *sums = sent.values.tolist()
         world_size = self._ranks.world_size
         if not _are_hashes_equal(world_size, hash_sum, square_sum):
@@ -306,33 +313,25 @@ class NumberLog:
 
         Raises
         ------
-        UsageError : the names differ from those of the first call, there are too many names, or a value is
-            not a number.
+        UsageError : the names or their order differ from those of the first call, there are too many names,
+            a name is reserved, or a value of the first call is not a number.
         """
-        if tuple(numbers) != self._names:
-            self._refuse_names(numbers)
+        names = tuple(numbers)
+        if not self._names:  # the first call
+            has_reserved_name = not set(RESERVED_NAMES).isdisjoint(names)
+            if len(names) > MAX_NAMES or has_reserved_name:
+                raise _names_error(names, first_names=())
             for name, value in numbers.items():
                 _refuse_no_number(name, value)
-            self._names = tuple(numbers)
+            self._names = names
+        elif names != self._names:
+            raise _names_error(names, self._names)
         for name, value in numbers.items():
             number: Any = value.detach().double() if isinstance(value, Tensor) else float(value)
             # Do not use `+=`: it would change the sum in place, and the sum may share memory with a tensor of
             # the program.
             self._sums[name] = self._sums.get(name, 0.0) + number
         self._count += 1
-
-    def _refuse_names(self, names: Collection[str]) -> None:
-        """Raise UsageError if the names are too many or reserved, or differ from those of the first call."""
-        is_first_call = not self._names  # `add` stores the names of its first call
-        has_reserved_name = not set(RESERVED_NAMES).isdisjoint(names)
-        if is_first_call and len(names) <= MAX_NAMES and not has_reserved_name:
-            return
-        problem = f"run.log got the numbers {', '.join(names) or 'none'}"
-        if not is_first_call:
-            problem += f"; the first call gave {', '.join(self._names)}"
-        reserved = ", ".join(RESERVED_NAMES)
-        hint = f"give the same names at every call, at most {MAX_NAMES}, and none of {reserved}"
-        raise UsageError(problem, hint=hint)
 
     def take(self) -> Tensor:
         """Return this rank's sums since the last call, as one tensor in host memory.
@@ -356,6 +355,8 @@ class NumberLog:
 
     def arrived(self, exchange: Agreed) -> None:
         """Add the sums over all ranks to the next line of the log. If a line is due, write it.
+
+        The sums are in the order of `take`. `Agreement` calls this at the end of each exchange.
 
         Raises
         ------
@@ -398,6 +399,19 @@ class NumberLog:
         self._metrics.add(line_values)
         self._last_line_s = time.monotonic()
         self._reset_line()
+
+
+def _names_error(names: Sequence[str], first_names: Sequence[str]) -> UsageError:
+    """Return the error for names of logged numbers that are too many or reserved, or have changed.
+
+    `first_names` are those of the first call, or empty if `names` are those of the first call.
+    """
+    problem = f"run.log got the numbers {', '.join(names) or 'none'}"
+    if first_names:
+        problem += f"; the first call gave {', '.join(first_names)}"
+    reserved = ", ".join(RESERVED_NAMES)
+    hint = f"give the same names at every call, at most {MAX_NAMES}, and none of {reserved}"
+    return UsageError(problem, hint=hint)
 
 
 def _refuse_no_number(name: str, value: object) -> None:

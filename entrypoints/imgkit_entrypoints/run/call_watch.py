@@ -111,7 +111,10 @@ class CallWatch:
             self._published = text
 
     def _read_state(self) -> RankState:
-        """Return the call in which the watched thread waits, its line in the program, and its steps."""
+        """Return the state of the thread that trains: its call, its line in the program, and its progress.
+
+        The progress, which `Pulse` counts, consists of the position and the number of signs of life there.
+        """
         # The innermost frames come first: those of torch and imgkit, then that of the program.
         frames = list(_iterate_frames(self._thread_id))
         library_frames = list(itertools.takewhile(_is_in_library, frames))
@@ -135,13 +138,14 @@ class CallWatch:
     def _read_published_states(self) -> list[RankState]:
         """Return the states of all ranks, or ``[]`` if a rank has moved within the last `LIMIT_S`.
 
-        The store is a dict that all ranks share. Such a rank has no text in it, or an empty one.
+        The store is a dict that all ranks share. `_watch` writes the state of a rank into it when the rank
+        has not moved for `LIMIT_S`, and replaces it by an empty text when the rank moves again.
         """
         keys = [str(rank) for rank in range(self._ranks.world_size)]
         if not self._store.check(keys):  # reading a missing key would block the store
             return []
         published_texts = [self._store.get(key) for key in keys]
-        if not all(published_texts):
+        if not all(published_texts):  # a text is empty, so its rank has moved
             return []
         return [RankState(*json_text.parse(text)) for text in published_texts]
 
@@ -205,20 +209,24 @@ def format_line(frame: FrameType) -> str:
 def are_stuck(states: Sequence[RankState]) -> bool:
     """Return whether ranks wait for each other in different calls, so that none of them can continue.
 
-    For example, rank 0 waits in ``run.save`` and rank 1 in ``run.pause``. A rank that does not wait is busy.
-    It may only be late. But if it has already passed the step in which another rank waits for it, it will
-    never come.
+    For example, rank 0 waits in ``run.save`` and rank 1 in ``run.pause``, or both wait in ``run.save`` but at
+    different steps. A rank that does not wait is busy. It may only be late. But if it has already passed the
+    step in which another rank waits for it, it will never come.
+
+    Parameters
+    ----------
+    states : what each rank is doing. The position of a rank grows with each of its steps.
     """
     waiting = [state for state in states if state.call]
     busy = [state for state in states if not state.call]
     if not waiting:
         return False
-    # A position grows with each step of a rank.
     first_waiting_position = min(state.position for state in waiting)
     for state in busy:
         if state.position <= first_waiting_position:  # it may still come to the call
             return False
+    if busy:  # all of them have passed the first rank that waits
+        return True
+    # All ranks wait. If they wait in the same call at the same step, only the network is slow.
     calls = {(state.call, state.position) for state in waiting}
-    # If all ranks wait in the same call, the network may be slow. A busy rank at this point has passed the
-    # call.
-    return len(calls) > 1 or bool(busy)
+    return len(calls) > 1

@@ -128,7 +128,7 @@ class CheckpointWriter:
         self._rank_0 = dataclasses.replace(ranks, world_size=1, group=group)
         # The ranks with a process group for the threads that write shards.
         self._all_ranks: Ranks | None = None
-        self._copies = HostCopies()
+        self._host_copies = HostCopies()
         self._thread: threading.Thread | None = None
         # Why the latest checkpoint could not be written.
         self._error: OSError | None = None
@@ -194,9 +194,11 @@ class CheckpointWriter:
         for key, tensor in tensors.items():
             if is_dtensor(tensor):
                 local_tensors[key] = tensor.to_local()
-        copies = self._copies.start_copy(local_tensors)
-        items_to_write = {**tensors, **values}
-        self._thread = threading.Thread(target=self._write, args=(step, items_to_write, copies, writers))
+        copies = self._host_copies.start_copy(local_tensors)
+        # The original tensors give the whole shape and its division among the ranks. The copies under the
+        # same keys give the bytes.
+        state = {**tensors, **values}
+        self._thread = threading.Thread(target=self._write, args=(step, state, copies, writers))
         self._thread.start()
 
     def _write(self, step: int, state: dict[str, Any], copies: Mapping[str, Tensor], writers: Ranks) -> None:
@@ -208,22 +210,23 @@ class CheckpointWriter:
         Parameters
         ----------
         state : what to write: tensors and bytes by key.
-        copies : the tensors to write instead of those in `state`, which training changes in the meantime.
+        copies : by key, the tensors to write instead of those in `state`, which training changes in the
+            meantime.
         """
         folder: Path | None = None
         try:
-            self._copies.wait()  # the copies from the GPU may still be under way
+            self._host_copies.wait()  # the copies from the GPU may still be under way
             folder = self._make_folder(step, writers)
             if folder is None:  # rank 0 could not create it, and reports the error
                 return
             _save_state(folder, state, copies, writers)
             # This also waits until all writers have written their files. Only then is the folder renamed.
             entries = _describe_files(folder, writers)
-            if self._ranks.rank == 0:
+            if writers.rank == 0:
                 self._commit(folder, step, entries)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if another rank has ended
             self._error = _find_os_error(error)
-            if folder and self._ranks.rank == 0:
+            if folder and writers.rank == 0:
                 with contextlib.suppress(OSError):  # the next save tries again to remove it
                     disk.remove_checkpoint(folder)
 
@@ -238,7 +241,7 @@ class CheckpointWriter:
         """
         folder: Path | None = None
         try:
-            if self._ranks.rank == 0:
+            if writers.rank == 0:
                 folder = disk.make_temporary_folder(self._folder, step)
         finally:  # broadcast even after an error, because the other writers wait for it
             folder = writers.broadcast(folder)
@@ -315,8 +318,7 @@ def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
     ------
     OSError : a rank could not read its files.
     """
-    # torch names the files of rank 3 like "__3_0.distcp".
-    paths = list(folder.glob(f"__{writers.rank}_*"))
+    paths = list(folder.glob(f"{_file_prefix(writers.rank)}*"))
     if writers.rank == 0:
         paths.append(folder / ".metadata")
     own_entries: dict[str, disk.FileEntry] = {}
@@ -332,6 +334,11 @@ def _describe_files(folder: Path, writers: Ranks) -> dict[str, disk.FileEntry]:
             raise OSError(rank_error.errno, f"rank {rank}: {rank_error.strerror}")
         entries.update(rank_entries)
     return entries
+
+
+def _file_prefix(rank: int) -> str:
+    """Return the beginning of the names that torch gives to the files of a rank: ``__3_`` in __3_0.distcp."""
+    return f"__{rank}_"
 
 
 class TensorInfo(NamedTuple):
@@ -399,17 +406,18 @@ class Checkpoint:
                     tensors[key] = TensorInfo(item.size, item.properties.dtype)
                 elif key.startswith(RANK_PREFIX):
                     world_size += 1
-            index = self._load({INDEX: b""})[INDEX]
+            values: dict[str, Any] = {INDEX: b""}
+            self._read_into(values)
         except Exception as error:  # pickle raises many types of errors for classes of another release
             return _Contents({}, 0, b"", problem=_describe_error(error))
-        return _Contents(tensors, world_size, index)
+        return _Contents(tensors, world_size, pickled_index=values[INDEX])
 
     @property
     def names(self) -> list[str]:
         """The names of the objects that have one state for all ranks."""
         return sorted(self._trees)
 
-    def tree(self, name: str) -> Any:
+    def unpickle_tree(self, name: str) -> Any:
         """Return the state of an object, with a `TensorRef` in place of each tensor.
 
         This is not a collective call.
@@ -423,16 +431,16 @@ class Checkpoint:
 
         Parameters
         ----------
-        shards : DTensors by key. Each rank reads its own part into them.
+        shards : DTensors, by the keys of tensors in the checkpoint. Each rank reads its own part into them.
         """
         tensors: dict[str, Any] = dict(shards or {})
         if tensors:
-            self._load(tensors)  # into the given DTensors, on every rank
-        tree = self.tree(name)
+            self._read_into(tensors)  # overwrites the given DTensors in place, on every rank
+        tree = self.unpickle_tree(name)  # has a TensorRef, with the key, in place of each tensor
         keys = {leaf.key for _, leaf in list_leaves(tree) if isinstance(leaf, TensorRef)}
         # Sorted, because rank 0 sends these tensors to the others, and all must use the same order.
-        missing_keys = sorted(keys - tensors.keys())
-        tensors.update(self.read_tensors(missing_keys))
+        unread_keys = sorted(keys - tensors.keys())
+        tensors.update(self.read_tensors(unread_keys))
         return join_tensors(tree, tensors)
 
     def read_tensors(self, keys: Sequence[str]) -> dict[str, Tensor]:
@@ -443,7 +451,7 @@ class Checkpoint:
             tensor_by_key[key] = torch.empty(info.shape, dtype=info.dtype)
         # The folder may be on a disk of rank 0's node, so only rank 0 reads it and sends the result.
         if self._ranks.rank == 0 and tensor_by_key:
-            self._load(tensor_by_key)
+            self._read_into(tensor_by_key)
         for tensor in tensor_by_key.values():
             self._ranks.broadcast_tensor(tensor)
         return tensor_by_key
@@ -453,33 +461,35 @@ class Checkpoint:
 
         This is a collective call: all ranks must make it.
 
-        If the checkpoint was taken with another number of ranks, every rank gets the value of rank 0.
+        If the checkpoint was taken with another number of ranks, every rank gets the value of rank 0. Callers
+        must then refuse states of objects in it, and give each rank other random numbers.
         """
         keys = [f"{RANK_PREFIX}{rank}" for rank in range(self.world_size)]
         if self.world_size != self._ranks.world_size:
             keys = [f"{RANK_PREFIX}0"] * self._ranks.world_size
-        values_by_key: dict[str, bytes] = {}
-        if self._ranks.rank == 0:
-            values_by_key = self._load(dict.fromkeys(keys, b""))
-        own_value = self._ranks.scatter([values_by_key.get(key) for key in keys])
+        values_by_key: dict[str, Any] = dict.fromkeys(keys, b"")
+        if self._ranks.rank == 0:  # only its values are sent below
+            self._read_into(values_by_key)
+        own_value = self._ranks.scatter([values_by_key[key] for key in keys])
         return pickle.loads(own_value)  # noqa: S301 - SECURITY.md: it is trusted like code
 
-    def _load(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Replace the value of each key in `values` by the value in the checkpoint, and return `values`.
+    def _read_into(self, values: dict[str, Any]) -> None:
+        """Replace the value of each key in `values` by the value in the checkpoint.
 
         Tensors are overwritten in place. For a DTensor, only this rank's part is read. Bytes are replaced.
 
-        This is not a collective call. `dcp.load` is not used, because it is a collective call, only to sort
-        the keys. In torch 2.3, it also waits for ranks outside of the group.
+        This is not a collective call. `dcp.load` of torch is one, only to sort the keys, and in torch 2.3, it
+        also waits for ranks outside of the group. So this method takes the steps of `dcp.load` itself, as if
+        this rank were alone and so the coordinator.
         """
         reader = dcp.FileSystemReader(self.folder)
         planner = dcp.DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._metadata = self._metadata or reader.read_metadata()
         planner.set_up_planner(values, self._metadata, is_coordinator=True)
         reader.set_up_storage_reader(self._metadata, is_coordinator=True)
+        # The plan lists which bytes of which files belong to each value.
         plan = reader.prepare_local_plan(planner.create_local_plan())
         reader.read_data(planner.finish_plan(plan), planner).wait()
-        return values
 
 
 def find_newest(
@@ -504,6 +514,7 @@ def find_newest(
     _refuse_newer_elsewhere(path, ranks)
     problems: dict[Path, str] = {}
     newest = None
+    # On rank 0, the iterator also adds to `problems`, for each checkpoint that it passes over.
     for candidate in _iterate_candidates(path, problems, ranks, trusts_folder=trusts_folder):
         try:
             _refuse_damaged(candidate, ranks)
@@ -587,7 +598,8 @@ def _refuse_damaged(candidate: disk.StoredCheckpoint, ranks: Ranks) -> None:
     In a sharded checkpoint, each rank checks a part of the files. In any other checkpoint, rank 0 checks all.
     """
     names: Sequence[str] = sorted(candidate.files)
-    is_sharded = any(name.startswith("__1_") for name in names)  # rank 1 has written files too
+    # In a sharded checkpoint of several ranks, rank 1 has written files, too.
+    is_sharded = any(name.startswith(_file_prefix(1)) for name in names)
     if is_sharded:
         names = names[ranks.rank :: ranks.world_size]
     elif ranks.rank != 0:  # the folder may be on a disk of rank 0's node

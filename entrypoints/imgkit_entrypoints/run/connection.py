@@ -102,7 +102,7 @@ class RunConnection:
         ------
         CheckFailed : (on every rank) the ranks have taken different numbers of steps.
         """
-        self.agreement.wait_for_ranks(step, "the end of the run")
+        self.agreement.exchange_and_wait(step, "the end of the run")
         self.log.write_line(step)
 
     def stop_watching(self) -> None:
@@ -116,7 +116,7 @@ class RunConnection:
             dist.destroy_process_group(self._own_group)
 
 
-# Exit codes of runs that were stopped. The process ends with the last code, see `_end_in_order`.
+# Exit codes of runs that were stopped. The process ends with the last code, see `_free_groups_at_exit`.
 _EXIT_CODES: list[int] = []
 
 
@@ -126,19 +126,21 @@ def end_program(code: int) -> NoReturn:
     raise SystemExit(code)
 
 
-def _end_in_order() -> None:
-    """Free process groups before the interpreter shuts down.
+def _free_groups_at_exit() -> None:
+    """Free process groups before the interpreter shuts down. After a stopped run, end the process here.
 
-    gloo's threads release their last work objects late. If a thread then requests the lock of an interpreter
-    that is shutting down, the process ends with SIGABRT. This happens even after a correct run of a simple
-    DDP loop.
+    Python calls this when the program has ended. gloo's threads release their last work objects late. If a
+    thread then requests the lock of an interpreter that is shutting down, the process ends with SIGABRT. This
+    happens even after a correct run of a simple DDP loop.
     """
-    gc.collect()
-    # A model in a global variable still has its group. So a stopped run skips the rest of the shutdown.
+    gc.collect()  # frees the groups of models that are no longer used, which form reference cycles
+    # A model in a global variable still has its group. So a stopped run skips the rest of the shutdown, which
+    # would crash and replace its exit code. `end_program` stores the code.
     if _EXIT_CODES:
+        exit_code = _EXIT_CODES[-1]
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_EXIT_CODES[-1])
+        os._exit(exit_code)
 
 
-atexit.register(_end_in_order)
+atexit.register(_free_groups_at_exit)

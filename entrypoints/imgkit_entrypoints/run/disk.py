@@ -125,17 +125,21 @@ def _rename_for_removal(checkpoint: Path, suffix: str) -> None:
 
 
 def _list_old_checkpoints(folder: Path, newest: Path, keep: int) -> list[Path]:
-    """Return the checkpoints of this user to remove: all except `newest` and the `keep - 1` before it."""
+    """Return the checkpoints of this user to remove: all except `newest` and the `keep - 1` before it.
+
+    `newest` is the checkpoint that was just written. One of a later step is older: it was written before the
+    run was resumed from an earlier step. So it is removed, too.
+    """
     old_checkpoints = []
-    remaining = 0
+    kept_count = 0  # `newest` counts, too
     for path in newest_first(folder):
         if files.foreign_owner(path, folder.parent):  # another user's checkpoint is not removed or counted
             continue
-        is_later = path.name > newest.name  # written before the run was resumed from an earlier step
-        if is_later or remaining == keep:
+        is_of_later_step = path.name > newest.name  # names sort like their steps
+        if is_of_later_step or kept_count == keep:
             old_checkpoints.append(path)
         else:
-            remaining += 1
+            kept_count += 1
     return old_checkpoints
 
 
@@ -434,14 +438,14 @@ def _is_locked_by_process(path: Path) -> bool:
 def _make_job_suffix(env: Mapping[str, str]) -> str:
     """Return the end of the line in the lock file, by which the attempts of a job recognize each other.
 
-    An example is `` of 1234``, where 1234 is the id of the job. Without a job, it is the token of the start.
-    Outside of dist-run, the text is empty.
+    An example is `` of 1234``, where 1234 is the id of the job. Without a job, it is the random token of the
+    dist-run command, which all of the command's attempts share. Outside of dist-run, the text is empty.
     """
-    if not env.get("IMGKIT_ATTEMPT"):
+    if not env.get("IMGKIT_ATTEMPT"):  # dist-run sets it for all workers
         return ""
     token = env.get("IMGKIT_JOB_ID", stop_protocol.LOCAL_JOB)
-    if token == stop_protocol.LOCAL_JOB:
-        token = env.get(fence.RUN_ID_VARIABLE, "")
+    if token == stop_protocol.LOCAL_JOB:  # no scheduler has given a job id
+        token = env.get(fence.RUN_ID_VARIABLE, "")  # dist-run sets it for the workers on the head
     return f" of {token}" if token else ""
 
 

@@ -120,7 +120,7 @@ def find_weights(checkpoint: Checkpoint, part: str | None = None) -> dict[str, s
 
     where = str(checkpoint.folder)
     name = _find_model(checkpoint, part)
-    tree = checkpoint.tree(name)
+    tree = checkpoint.unpickle_tree(name)
     # The state of a model is a flat dict of tensors. That of an optimizer, for example, is nested.
     if not isinstance(tree, dict) or any(isinstance(leaf, dict | list) for leaf in tree.values()):
         raise UsageError(f"{name} is not the state of a model", where=where, hint="name another: --part")

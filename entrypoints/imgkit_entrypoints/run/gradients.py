@@ -38,7 +38,7 @@ class PendingGradients:
         """Stop observing the optimizers."""
         self._hook.remove()
 
-    def begin_step(self) -> None:
+    def forget_optimizer_steps(self) -> None:
         """Begin a new step of the run, in which no optimizer has taken a step yet."""
         self._stepped.clear()
 
@@ -47,30 +47,36 @@ class PendingGradients:
         """Whether a tracked optimizer has taken a step since the latest step of the run began."""
         return bool(self._stepped)
 
-    def delay_save(self) -> bool:
-        """Return whether a due save must wait for an optimizer. Count the steps for which it waits.
+    def count_waiting_save(self) -> bool:
+        """Return whether a due save must wait for an optimizer, and count this step if it must.
 
         A save waits while there are gradients that no optimizer step has used, because a checkpoint does not
-        contain gradients. The first time, the user is told that the save waits. After `MAX_WAITING_STEPS`
-        steps, a warning is reported, and the save no longer waits.
+        contain gradients. After `MAX_WAITING_STEPS` steps, it no longer waits. Call this once in each step.
         """
         name = self._find_pending()
         if not name:
             self._waiting_steps = 0
             return False
         self._waiting_steps += 1
+        self._report_wait(name)
+        return self._waiting_steps <= MAX_WAITING_STEPS
+
+    def _report_wait(self, name: str) -> None:
+        """Tell the user that a save waits for the gradients of `name`, and warn when it no longer waits.
+
+        Saves of one program usually wait for the same reason, so only the first one is reported.
+        """
         if not self._has_reported:
             self._has_reported = True
             self._say(
                 f"a save waits until an optimizer.step() has used the gradients of {name}, for at most "
                 f"{MAX_WAITING_STEPS} steps"
             )
-        if self._waiting_steps == MAX_WAITING_STEPS + 1:
+        if self._waiting_steps == MAX_WAITING_STEPS + 1:  # only once for each save
             self._say(
                 f"warning: no optimizer.step() has used the gradients of {name} for {MAX_WAITING_STEPS} "
                 "steps; the run saves without them"
             )
-        return self._waiting_steps <= MAX_WAITING_STEPS
 
     def _find_pending(self) -> str:
         """Return the name of a tracked object whose gradients no optimizer step has used yet, or ``""``."""
@@ -124,14 +130,15 @@ def _find_first_gradients(optimizer: Optimizer) -> list[Tensor]:
 def holds_back_gradients(model: nn.Module) -> bool:
     """Return whether a model has gradients that have not been added up over the ranks yet.
 
-    After ``set_requires_gradient_sync(False)`` and ``set_requires_all_reduce(False)``, FSDP2 stores such
-    gradients separately from the parameters. There is no public function to find them. The private names
-    below are valid for torch 2.6 to 2.13.
+    FSDP2 stores such gradients separately from the parameters. There is no public function to find them. The
+    private names below are valid for torch 2.6 to 2.13.
     """
     for module in model.modules():
         for group in _find_fsdp_groups(module):
+            # After set_requires_all_reduce(False): in shards, but not yet added up over the replicas.
             if getattr(group, "_partial_reduce_output", None) is not None:
                 return True
+            # After set_requires_gradient_sync(False): still this rank's own gradients.
             if any(map(_has_own_gradient, group.fsdp_params)):
                 return True
     return False

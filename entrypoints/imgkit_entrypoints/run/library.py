@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Number of folders for checkpoints: one for the newest checkpoint, one for the previous checkpoint, to which
 # the run may still refer, and one for the checkpoint that is being written.
-_SLOTS = 3
+_FOLDER_COUNT = 3
 
 
 class LibraryCheckpoint:
@@ -33,17 +33,19 @@ class LibraryCheckpoint:
         run.track(library_checkpoint=self)
 
     def next_path(self, path: str | Path | None = None) -> Path:
-        """Return the path for a checkpoint of this step, the same on all ranks.
+        """Begin a new checkpoint of this step, and return its path, which is the same on all ranks.
 
-        Three folders are used in turn. So an interrupted save does not damage the previous checkpoint.
+        The path and the step are stored, and become part of the run's state at the next `run.save()`. Three
+        folders are used in turn. So an interrupted save does not damage the previous checkpoint.
 
         Parameters
         ----------
         path : a path in the run's folder, for a library that names and removes its checkpoints itself.
         """
-        self._count += 1
+        self._count += 1  # also with `path`, although only the folders below need it
+        default_path = self._run.folder / f"library-checkpoint-{self._count % _FOLDER_COUNT}"
         self.step = self._run.step
-        self.path = Path(path or self._run.folder / f"library-checkpoint-{self._count % _SLOTS}")
+        self.path = Path(path or default_path)
         return self.path
 
     def state_dict(self) -> dict[str, Any]:

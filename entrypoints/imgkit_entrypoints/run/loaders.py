@@ -5,6 +5,7 @@ A resumed pass draws the order of its samples again, and continues after the bat
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,8 @@ def refuse_without_position(loader: Any) -> None:
             f"{name} is a loader that accelerate has prepared",
             "use accelerate's own save_state with a LibraryCheckpoint: docs/guides/resume.md",
         )
-    # Workers then give batches in a random order, and a count of batches does not say which ones were done.
-    if not getattr(loader, "in_order", True) and loader.num_workers:
+    # A count of batches does not say which ones were done.
+    if _gives_random_order(loader):
         problem = f"{name} with in_order=False gives batches as they come"
         raise _position_error(problem, f"{name}(..., in_order=True)")
     if has_state(loader) or _is_sequence(loader):
@@ -53,6 +54,12 @@ def refuse_without_position(loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise _position_error(name, _RESUMABLE_LOADERS)
     _refuse_uncountable(loader)
+
+
+def _gives_random_order(loader: Any) -> bool:
+    """Return whether a DataLoader gives batches in the order in which its worker processes finish them."""
+    # Only DataLoaders of torch 2.6 and newer have the option. Without workers, it has no effect.
+    return not getattr(loader, "in_order", True) and loader.num_workers > 0
 
 
 def _is_sequence(loader: Any) -> bool:
@@ -195,11 +202,11 @@ class PassRandom(NamedTuple):
     """The states with which the pass continues after the batches that were done."""
 
 
-def iterate_from(loader: Any, skip: int, random: PassRandom, *, is_first_pass: bool) -> Iterator[Any]:
+def iterate_from(loader: Any, skip: int, pass_random: PassRandom, *, is_first_pass: bool) -> Iterator[Any]:
     """Return an iterator over `loader` without its first `skip` batches.
 
     The skipped batches are drawn with the random states from the start of the pass. Then the latest states
-    are restored for the other batches.
+    are restored for the other batches. If no batch is skipped, the pass begins with the current states.
 
     Parameters
     ----------
@@ -208,14 +215,14 @@ def iterate_from(loader: Any, skip: int, random: PassRandom, *, is_first_pass: b
     if isinstance(loader, DataLoader):
         # An uninterrupted run would still have the persistent workers of the previous pass.
         lacks_workers = not is_first_pass and loader.persistent_workers and loader._iterator is None
-        if skip or lacks_workers:
-            return _iterate_without_reading(loader, skip, random, starts_workers=lacks_workers)
+        if skip or lacks_workers:  # the function restores both random states itself
+            return _iterate_without_reading(loader, skip, pass_random, starts_workers=lacks_workers)
     if not skip:
         return iter(loader)
-    random.start.restore()
+    pass_random.start.restore()
     batches: Iterator[Any] = iter(loader)
     skip_items(batches, skip)
-    random.latest.restore()
+    pass_random.latest.restore()
     return batches
 
 
@@ -226,36 +233,45 @@ def skip_items(items: Iterator[Any], count: int) -> None:
 
 
 def _iterate_without_reading(
-    loader: DataLoader[Any], skip: int, random: PassRandom, *, starts_workers: bool
+    loader: DataLoader[Any], skip: int, pass_random: PassRandom, *, starts_workers: bool
 ) -> Iterator[Any]:
     """Return an iterator over a DataLoader without its first `skip` batches.
 
-    The samples of skipped batches are not read. Only the sampler draws their indices.
+    The samples of skipped batches are not read. Only the sampler draws their indices. It also restores the
+    latest random states after that.
 
     Parameters
     ----------
     starts_workers : whether persistent workers must be started before the pass.
     """
-    # The loader draws its indices from the batch sampler if it has one. Replace that one for a moment.
+    # The loader draws its indices from the batch sampler if it has one.
     attribute = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    sampler = getattr(loader, attribute)
     # Workers draw this many items before their batches are used.
     items_ahead = (loader.prefetch_factor or 0) * loader.num_workers
-    try:
-        if starts_workers:
-            # Start the workers before restoring the random states. Starting them draws a random number, which
-            # the same pass of an uninterrupted run would not draw. With an empty sampler, the workers have
-            # nothing to read.
-            _set_sampler(loader, attribute, ())
+    skipping_sampler = _SkippingSampler(getattr(loader, attribute), skip, items_ahead, pass_random)
+    if starts_workers:
+        # Before restoring the random states: starting workers draws a random number, which the same pass of
+        # an uninterrupted run would not draw. With an empty sampler, the workers have nothing to read.
+        with _replaced_sampler(loader, attribute, ()):
             next(iter(loader), None)
-        random.start.restore()
-        _set_sampler(loader, attribute, _SkippingSampler(sampler, skip, items_ahead, random))
+    pass_random.start.restore()
+    with _replaced_sampler(loader, attribute, skipping_sampler):
         batches = iter(loader)
-        first_batches = list(itertools.islice(batches, 1))  # the first read makes the sampler skip
-    finally:
-        # The loader belongs to the program, so it gets its own sampler back, even after an error.
-        _set_sampler(loader, attribute, sampler)
+        # The sampler skips at the first read, so read the first batch (if there is one) before the loader
+        # gets its own sampler back.
+        first_batches = list(itertools.islice(batches, 1))
     return itertools.chain(first_batches, batches)
+
+
+@contextlib.contextmanager
+def _replaced_sampler(loader: DataLoader[Any], attribute: str, sampler: Any) -> Iterator[None]:
+    """Replace the attribute ``sampler`` or ``batch_sampler`` of a DataLoader within this context."""
+    own_sampler = getattr(loader, attribute)
+    _set_sampler(loader, attribute, sampler)
+    try:
+        yield
+    finally:  # the loader belongs to the program, so it gets its own sampler back even after an error
+        _set_sampler(loader, attribute, own_sampler)
 
 
 def _set_sampler(loader: DataLoader[Any], attribute: str, sampler: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import operator
 import sys
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
@@ -29,7 +28,8 @@ class SchedulerSearch:
     """
 
     def __init__(self) -> None:
-        self._reference_counts: list[int] = []
+        # Number of references to each optimizer at the last search, by name.
+        self._reference_counts: dict[str, int] = {}
 
     def refuse_untracked(self, objects: Mapping[str, Any]) -> None:
         """Raise UsageError if a tracked optimizer has a scheduler that no checkpoint would save.
@@ -39,18 +39,17 @@ class SchedulerSearch:
         got a new reference since the last search. A scheduler has a reference to its optimizer.
         """
         optimizers = {name: value for name, value in objects.items() if isinstance(value, Optimizer)}
-        reference_counts = list(map(sys.getrefcount, optimizers.values()))
-        if len(reference_counts) == len(self._reference_counts):
-            is_search_due = any(map(operator.gt, reference_counts, self._reference_counts))
-        else:  # the first search, or objects were tracked since the last one
-            is_search_due = True
-        if is_search_due:
+        # This function adds the same references to an optimizer at each call, so the counts are comparable.
+        counts = {name: sys.getrefcount(optimizer) for name, optimizer in optimizers.items()}
+        # An optimizer that was tracked since the last search counts as one with new references.
+        names_to_search = [name for name in counts if counts[name] > self._reference_counts.get(name, 0)]
+        if names_to_search:
             _refuse_untracked_torch_schedulers(optimizers, objects)
             for name, optimizer in optimizers.items():
                 if _has_foreign_scheduler(optimizer, objects):
                     raise _untracked_error(f"{name} has a learning rate scheduler that is not tracked")
         # Store the counts even if they are lower than before, so that one new reference is noticed next time.
-        self._reference_counts = reference_counts
+        self._reference_counts = counts
 
 
 def _refuse_untracked_torch_schedulers(

@@ -66,7 +66,7 @@ class Loop:
             # A batch sampler of the program may give another number of batches in each pass.
             if custom_batch_sampler(loader) is None:
                 batches = loader_length(loader)
-        elif not has_state(loader):
+        elif not has_state(loader):  # a sequence; a loader with a state continues at its sample by itself
             samples = loader_length(loader)
         return cls(
             passes=passes,
@@ -86,17 +86,17 @@ class _GeneratorHistory:
     """The states at the start of the first pass of the whole run."""
     start_states: GeneratorStates
     """The states at the start of the latest pass."""
-    saved_states: GeneratorStates = ()
-    """The states in the checkpoint, until the first pass after a restore."""
+    checkpoint_states: GeneratorStates = ()
+    """The states in the restored checkpoint. Empty after the first pass has begun."""
     generators: Sequence[torch.Generator] = ()
     """The generators of the loader of the latest pass."""
 
-    def for_checkpoint(self) -> tuple[GeneratorStates, GeneratorStates, GeneratorStates]:
+    def list_for_checkpoint(self) -> tuple[GeneratorStates, GeneratorStates, GeneratorStates]:
         """Return the states at the start of the first pass, at the start of the latest pass, and now.
 
         Between a restore and the next pass, the current states are those in the restored checkpoint.
         """
-        states = self.saved_states or capture_generators(self.generators)
+        states = self.checkpoint_states or capture_generators(self.generators)
         return self.first_states, self.start_states, states
 
 
@@ -110,17 +110,17 @@ class _UnnamedPass:
     loader: Callable[[], Any]
     """A function that returns the loader, or None if the program has dropped it or it is a list or range."""
 
-    def may_be_over(self, loader: Any, loop: Loop) -> bool:
-        """Return whether this pass may have used `loader`, which `loop` describes.
+    def may_have_used(self, loader: Any, loop: Loop) -> bool:
+        """Return whether this pass may have iterated over `loader`, which `loop` describes.
 
         The result is False if the number or size of the batches differs, or if the loader of this pass still
-        exists and is another object.
+        exists and is another object. Loaders are not compared by their batches if a length is unknown.
         """
-        has_known_length = UNKNOWN_LENGTH not in (self.loop.batches, loop.batches)
+        has_known_lengths = UNKNOWN_LENGTH not in (self.loop.batches, loop.batches)
         has_same_batches = (self.loop.batches, self.loop.batch_size) == (loop.batches, loop.batch_size)
-        if has_known_length and not has_same_batches:
+        if has_known_lengths and not has_same_batches:
             return False
-        last_loader = self.loader()
+        last_loader = self.loader()  # None: it no longer exists, so `loader` may be equal to it
         return last_loader is None or last_loader is loader
 
 
@@ -128,7 +128,7 @@ class _UnnamedPass:
 class _Resume:
     """Values of the checkpoint that the first pass after a restore needs."""
 
-    random: Mapping[str, Any]
+    process_states: Mapping[str, Any]
     """The random states of this process when the checkpoint was taken."""
     has_same_ranks: bool
     """Whether the checkpoint was taken with the same number of ranks."""
@@ -151,21 +151,21 @@ class DataPosition:
         """Whether the program has left the latest pass with ``break``."""
         self.loops: dict[str, Loop] = {}
         """The loops of an epoch by name. A loop without a name, ``""``, is the only loop."""
-        self.batch = 0
+        self.batches_done = 0
         """Number of batches of the latest pass that are done. 0 means that the pass is finished."""
         self.repeats_epoch = False
         """Whether the program, after a restore and before its next pass, is repeating work of this epoch that
         it had already done before the checkpoint."""
         # Name of the loop and number of batches of the latest pass.
-        self._name = ""
-        self._length = UNKNOWN_LENGTH
+        self._last_loop = ""
+        self._last_length = UNKNOWN_LENGTH
         # The loader of the latest pass, if it has a state.
         self._loader: Any = None
         # The pickled state of this loader when the pass began, until it is compared with a later state.
         self._loader_start: bytes | None = None
         self._histories: dict[str, _GeneratorHistory] = {}
         # The random states of this process at the start of the latest pass.
-        self._pass_random: Mapping[str, Any] = {}
+        self._process_start_states: Mapping[str, Any] = {}
         # The latest pass of a loop without a name.
         self._unnamed_pass: _UnnamedPass | None = None
         # Values of the restored checkpoint, until the first pass after the restore begins.
@@ -180,11 +180,11 @@ class DataPosition:
     def epoch_progress(self) -> float:
         """Number of finished epochs plus the finished share of the current epoch: ``2.25``."""
         passes = float(sum(loop.passes for loop in self.loops.values()))
-        if self._length > 0:
-            passes += self.batch / self._length
+        if self._last_length > 0:  # not `UNKNOWN_LENGTH`
+            passes += self.batches_done / self._last_length
         return passes / max(1, len(self.loops))
 
-    def remaining_steps(self, name: str, length: int) -> int:
+    def count_remaining_steps(self, name: str, length: int) -> int:
         """Return the number of steps of the next pass of the loop `name`. A complete pass has `length` steps.
 
         The result is smaller if the restored checkpoint was taken inside this pass, and 0 if it was taken
@@ -192,41 +192,45 @@ class DataPosition:
         """
         if self.was_finished(name):
             return 0
-        if self._resume is None or name != self._name:
-            return length
-        return max(0, length - self.batch)
+        is_first_pass = self._resume is not None  # after a restore
+        if is_first_pass and name == self._last_loop:  # the loop of the latest pass in the checkpoint
+            return max(0, length - self.batches_done)
+        return length
 
     def count_step(self) -> None:
         """Count a step as done. Inside a pass, count its batch, too."""
         self.step += 1
         if self.is_open:
-            self.batch += 1
+            self.batches_done += 1
 
-    def values(self, *, at_start: bool = False) -> dict[str, Any]:
+    def make_values(self, *, at_start: bool = False) -> dict[str, Any]:
         """Return the position in the form that a checkpoint stores and `restore` expects.
 
         Parameters
         ----------
-        at_start : whether the checkpoint is taken directly before a pass of `Run.steps`.
+        at_start : whether the checkpoint is taken directly before a pass of `Run.steps`. A resume then knows
+            that the checkpoint contains what the program does before that pass.
         """
         return {
             "step": self.step,
-            "name": self._name,
-            "batch": self.batch,
+            "name": self._last_loop,
+            "batch": self.batches_done,
             "loops": {name: dataclasses.asdict(loop) for name, loop in self.loops.items()},
             "at_start": at_start,
+            # Left with ``break``. A resume refuses another step if the program did not check the number of
+            # steps.
             "was_left": self.was_left,
         }
 
-    def rank_values(self) -> dict[str, Any]:
+    def make_rank_values(self) -> dict[str, Any]:
         """Return the random states of this rank in the form that a checkpoint stores."""
         # If the resumed pass has not begun yet, the states of the restored checkpoint are still valid.
-        if self._resume is not None and self.batch > 0:
-            latest = self._resume.random
+        if self._resume is not None and self.batches_done > 0:
+            latest = self._resume.process_states
         else:
             latest = random_state.capture()
-        loops = {name: history.for_checkpoint() for name, history in self._histories.items()}
-        return {"now": latest, "pass": self._pass_random, "loops": loops}
+        loops = {name: history.list_for_checkpoint() for name, history in self._histories.items()}
+        return {"now": latest, "pass": self._process_start_states, "loops": loops}
 
     def restore(
         self, values: Mapping[str, Any], random: Mapping[str, Any], world_size: int, ranks: Ranks
@@ -237,20 +241,20 @@ class DataPosition:
 
         Parameters
         ----------
-        values : the result of `values` when the checkpoint was taken.
-        random : the result of `rank_values` when the checkpoint was taken.
+        values : the result of `make_values` when the checkpoint was taken.
+        random : the result of `make_rank_values` when the checkpoint was taken.
         world_size : number of ranks when the checkpoint was taken.
         ranks : the ranks of the resumed run.
         """
         self.step = values["step"]
-        self.batch = values["batch"]
-        self._name = values["name"]
+        self.batches_done = values["batch"]
+        self._last_loop = values["name"]
         self.loops = {}
         for name, loop_values in values["loops"].items():
             self.loops[name] = Loop(**loop_values)
-        self._pass_random = random["pass"]
+        self._process_start_states = random["pass"]
         self._histories = {}
-        for name, states in random["loops"].items():  # as `for_checkpoint` returned them
+        for name, states in random["loops"].items():  # as `list_for_checkpoint` returned them
             self._histories[name] = _GeneratorHistory(*states)
         random_state.restore(random["now"])
         # A checkpoint directly before a pass already contains what the program does before that pass.
@@ -260,7 +264,8 @@ class DataPosition:
         if not has_same_ranks:
             # Convert the number of batches. For example, 6 batches on each of 4 ranks are 12 batches on each
             # of 2 ranks.
-            self.batch, remainder = divmod(self.batch * world_size, ranks.world_size)
+            total_batches = self.batches_done * world_size
+            self.batches_done, remainder = divmod(total_batches, ranks.world_size)
             if remainder:
                 warning = (
                     f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
@@ -270,7 +275,7 @@ class DataPosition:
             seed = int(torch.randint(1 << 62, ()).item())
             random_state.seed_everything(seed + ranks.rank)
         # The program may use random numbers before its first pass, so keep the states of this moment.
-        self._resume = _Resume(random=random_state.capture(), has_same_ranks=has_same_ranks)
+        self._resume = _Resume(process_states=random_state.capture(), has_same_ranks=has_same_ranks)
         return warning
 
     def was_finished(self, name: str) -> bool:
@@ -282,8 +287,16 @@ class DataPosition:
             return False
         return self.loops[name].passes > self.epoch
 
-    def add_loop(self, name: str) -> None:
-        """Add the loop `name`, which begins a pass, if it is new.
+    @property
+    def _may_add_loop(self) -> bool:
+        """Whether this is the first epoch of a new run, in which loops are new to the run.
+
+        Each loop so far has then finished exactly one pass.
+        """
+        return self._resume is None and all(loop.passes == 1 for loop in self.loops.values())
+
+    def check_and_add_loop(self, name: str) -> None:
+        """Check that the epoch continues with the loop `name`, which begins a pass. If it is new, add it.
 
         Each epoch must have the same loops in the same order, because a resume finds its position by the
         number of their passes. So only the first epoch of a new run may add loops.
@@ -292,10 +305,8 @@ class DataPosition:
         ------
         UsageError : this epoch must continue with another loop.
         """
-        expected = self._next_loop(name)  # the loop with which the epoch continues
-        # In the first epoch, each loop before this one has finished exactly one pass.
-        is_first_epoch = self._resume is None and all(loop.passes == 1 for loop in self.loops.values())
-        is_new = name not in self.loops and is_first_epoch
+        expected = self._find_next_loop(name)
+        is_new = name not in self.loops and self._may_add_loop
         if name != expected and not is_new:
             raise steps_error(
                 f"epoch {self.epoch} comes to the loop {_quote_loop(name)} before the loop "
@@ -305,8 +316,11 @@ class DataPosition:
             )
         self.loops.setdefault(name, Loop())
 
-    def _next_loop(self, default: str) -> str:
-        """Return the name of the first loop that has not finished its pass of this epoch, or `default`."""
+    def _find_next_loop(self, default: str) -> str:
+        """Return the name of the first loop that has not finished its pass of this epoch, or `default`.
+
+        There is no such loop only before the first pass of a run.
+        """
         epoch = self.epoch
         for name, loop in self.loops.items():
             if loop.passes == epoch:
@@ -334,11 +348,11 @@ class DataPosition:
         self._unnamed_pass = _UnnamedPass(line=line, loop=loop, loader=_weak_reference(loader))
         if last is None:
             return
-        if not last.may_be_over(loader, loop):
+        if not last.may_have_used(loader, loop):
             gc.collect()  # a dropped loader may still exist as a part of a reference cycle
         # Ask again after the collection. If the last loader no longer exists, it may have been replaced by an
         # equal one.
-        has_same_loader = last.may_be_over(loader, loop)
+        has_same_loader = last.may_have_used(loader, loop)
         if has_same_loader and (line == last.line or is_next_epoch):
             return
         problem = f"the loop at {line} has no name, and goes over several loaders"
@@ -359,21 +373,23 @@ class DataPosition:
         ------
         UsageError : the program is still inside the latest pass, or has left it before its last batch.
         """
-        last_name = _quote_loop(self._name)
+        last_name = _quote_loop(self._last_loop)
         if self.is_open:
             raise steps_error(
                 f"the loop {_quote_loop(name)} begins while a pass of the loop {last_name} is under way",
                 "let one loader give the batches of both, for example over a StackDataset; an evaluation "
                 "iterates over its loader without run.steps",
             )
-        if self.batch == 0 or self._resume is not None:  # the pass has ended, or is about to be resumed
+        has_ended = self.batches_done == 0
+        is_to_be_resumed = self._resume is not None
+        if has_ended or is_to_be_resumed:
             return
-        if self.batch == self._length:  # left after its last batch
+        if self.batches_done == self._last_length:  # left after its last batch
             self.finish_pass()
             return
-        size = f" of {self._length}" if self._length > 0 else ""
+        size = f" of {self._last_length}" if self._last_length > 0 else ""  # not for `UNKNOWN_LENGTH`
         raise steps_error(
-            f"the pass of the loop {last_name} was left after {self.batch}{size} batches, and another "
+            f"the pass of the loop {last_name} was left after {self.batches_done}{size} batches, and another "
             "one begins: a resume would go on with the first",
             "let each pass come to its end, for example over fewer samples or range(STEPS); a break may "
             "only end the program",
@@ -391,70 +407,82 @@ class DataPosition:
         """
         resume = self._resume  # None unless this is the first pass after a restore
         loop = Loop.of_loader(loader, self.loops[name].passes)
-        if resume is not None and self.batch > 0:  # the checkpoint was taken inside a pass
+        if resume is not None and self.batches_done > 0:  # the checkpoint was taken inside a pass
             saved_loop = self.loops[name]
-            _refuse_other_loader(name, saved_loop, loop, self.batch, has_same_ranks=resume.has_same_ranks)
+            _refuse_other_loader(
+                name, saved_loop, loop, self.batches_done, has_same_ranks=resume.has_same_ranks
+            )
             # If the number of ranks has changed, the size of batches may differ. For example, 10 batches of
             # 32 samples count as 20 batches of 16 samples.
             if saved_loop.batch_size and loop.batch_size:
-                self.batch = self.batch * saved_loop.batch_size // loop.batch_size
-            random = self._make_resumed_states(loader, name, resume.random)
+                self.batches_done = self.batches_done * saved_loop.batch_size // loop.batch_size
+            pass_random = self._make_resumed_states(loader, name, resume.process_states)
         else:
             if resume is not None and self.repeats_epoch:
                 # The program has repeated work from before the checkpoint, which has used random numbers.
-                random_state.restore(resume.random)
-            random = self._record_start_states(loader, name)
+                random_state.restore(resume.process_states)
+            pass_random = self._record_start_states(loader, name)
         # From here on, the values describe the new pass. A checkpoint in the pass stores them.
         self._resume = None
         self.repeats_epoch = False
         self.loops[name] = loop
-        self._name = name
-        self._length = loader_length(loader)
+        self._last_loop = name
+        self._last_length = loader_length(loader)
         self.is_open = True
         self.was_left = False
         self._loader = None
         self._loader_start = None
         is_first_pass = loop.passes == 0  # an uninterrupted run starts the workers of its loader then
         if not has_state(loader):
-            return iterate_from(loader, self.batch, random, is_first_pass=is_first_pass)
-        batches = iterate_stateful(loader, self.batch, random, is_first_pass=is_first_pass)
+            return iterate_from(loader, self.batches_done, pass_random, is_first_pass=is_first_pass)
+        batches = iterate_stateful(loader, self.batches_done, pass_random, is_first_pass=is_first_pass)
         self._loader = loader
         # `refuse_unchanged_loader_state` compares a later state with this one.
         self._loader_start = pickle.dumps(loader.state_dict())
         return batches
 
     def _record_start_states(self, loader: Any, name: str) -> PassRandom:
-        """Return the random states at the start of a new pass, and keep them for checkpoints in the pass."""
-        history = self._update_history(name, loader)
-        # After a restart, the program has created its generators again. If they have the same states as at
-        # the very first pass, they continue with the states in the checkpoint. Otherwise the program has set
-        # the states for this pass, for example by a seed for the epoch.
-        if _are_equal(capture_generators(history.generators), history.first_states):
-            restore_generators(history.generators, history.saved_states)
-        history.saved_states = ()
-        history.start_states = capture_generators(history.generators)
-        self._pass_random = random_state.capture()
-        start = RandomNumbers(self._pass_random, history.generators, history.start_states)
-        return PassRandom(start, latest=start)
+        """Return the random states at the start of a new pass, and keep them for checkpoints in the pass.
 
-    def _make_resumed_states(self, loader: Any, name: str, random: Mapping[str, Any]) -> PassRandom:
+        In the first pass after a restore, the loader's generators first continue with their states in the
+        checkpoint.
+        """
+        history = self._begin_history(name, loader)
+        _restore_unless_reseeded(history)
+        history.start_states = capture_generators(history.generators)
+        self._process_start_states = random_state.capture()
+        start = self._make_start_states(history)
+        return PassRandom(start=start, latest=start)
+
+    def _make_resumed_states(self, loader: Any, name: str, process_states: Mapping[str, Any]) -> PassRandom:
         """Return the random states of the pass inside which the checkpoint was taken, without restoring them.
+
+        Those of the start and of the moment of the checkpoint are both stored in the checkpoint.
 
         Parameters
         ----------
-        random : the random states of this process in the checkpoint.
+        process_states : the random states of this process in the checkpoint.
         """
-        history = self._update_history(name, loader)
-        latest = RandomNumbers(random, history.generators, history.saved_states)
-        # They have been used. From now on, checkpoints contain the current states.
-        history.saved_states = ()
-        start = RandomNumbers(self._pass_random, history.generators, history.start_states)
-        return PassRandom(start, latest)
+        history = self._begin_history(name, loader)
+        start = self._make_start_states(history)
+        latest = RandomNumbers(
+            process=process_states, generators=history.generators, states=history.checkpoint_states
+        )
+        # `latest` has them now. From here on, checkpoints contain the current states.
+        history.checkpoint_states = ()
+        return PassRandom(start=start, latest=latest)
 
-    def _update_history(self, name: str, loader: Any) -> _GeneratorHistory:
+    def _make_start_states(self, history: _GeneratorHistory) -> RandomNumbers:
+        """Return the random states at the start of the latest pass, which `restore` has loaded if needed."""
+        return RandomNumbers(
+            process=self._process_start_states, generators=history.generators, states=history.start_states
+        )
+
+    def _begin_history(self, name: str, loader: Any) -> _GeneratorHistory:
         """Record that the loop `name` begins a pass over `loader`, and return its generators and states.
 
-        The random generators of `loader` replace those of the loop's last pass. The states remain.
+        The random generators of `loader` replace those of the loop's last pass. The states in the history
+        remain those of the loop's earlier passes.
         """
         generators = list_generators(loader)
         if name not in self._histories:  # the first pass of this loop in the whole run
@@ -466,9 +494,9 @@ class DataPosition:
 
     def finish_pass(self) -> None:
         """Count the latest pass as finished."""
-        loop = self.loops[self._name]
-        self.loops[self._name] = dataclasses.replace(loop, passes=loop.passes + 1)
-        self.batch = 0
+        loop = self.loops[self._last_loop]
+        self.loops[self._last_loop] = dataclasses.replace(loop, passes=loop.passes + 1)
+        self.batches_done = 0
         self.is_open = False
 
     def has_unusable_loader_state(self) -> bool:
@@ -504,6 +532,18 @@ def _weak_reference(loader: Any) -> Callable[[], Any]:
         return weakref.ref(loader)
     except TypeError:  # Python has no weak references to a list or a range
         return lambda: None
+
+
+def _restore_unless_reseeded(history: _GeneratorHistory) -> None:
+    """In the first pass after a restore, let the generators continue with their states in the checkpoint.
+
+    After a restart, the program has created its generators again. If they have the same states as at the very
+    first pass, they continue. Otherwise the program has set the states for this pass, for example by a seed
+    for the epoch.
+    """
+    if _are_equal(capture_generators(history.generators), history.first_states):
+        restore_generators(history.generators, history.checkpoint_states)
+    history.checkpoint_states = ()  # from now on, checkpoints contain the current states
 
 
 def _are_equal(states: GeneratorStates, other_states: GeneratorStates) -> bool:

@@ -189,13 +189,13 @@ class Run:
 
     def _track(self, objects: Mapping[str, Any], *, per_rank: bool) -> None:
         """Track all objects except loaders without a state, whose batches `steps` counts."""
-        # An object that is tracked after a restore would not have been loaded.
-        if self._checkpoints.may_write or self._loop.is_started:
+        # After a restore, the object would not have been loaded. After a save, a checkpoint would lack it.
+        if self._checkpoints.has_checked_folder or self._loop.is_started:
             raise UsageError("run.track comes too late", hint="call it before run.restore and run.steps")
         for name, value in objects.items():
-            if not has_state(value) and hasattr(value, "__iter__"):
+            if not has_state(value) and hasattr(value, "__iter__"):  # a loader without a state
                 refuse_without_position(value)
-            else:
+            else:  # `add` refuses any other object without a state
                 self._checkpoints.tracked.add(name, value, per_rank=per_rank)
 
     def connect(self, ranks: Ranks) -> None:
@@ -232,7 +232,7 @@ class Run:
         """
         is_restored = self._checkpoints.restore(source)
         if is_restored:
-            self._loop.require_position()
+            self._loop.note_restore()
         return is_restored
 
     def steps(self, loader: Any, *, name: str = "", save_every: int = 0) -> Steps:
@@ -279,15 +279,15 @@ class Run:
         self._log.add(numbers)
 
     def add_up(self, numbers: AddedNumbers, *, every: int) -> None:
-        """Add up `numbers` over all ranks, instead of the numbers of `log`. This is a collective call.
+        """Let the following steps add up `numbers` over all ranks, instead of the numbers of `log`.
 
-        If `numbers.arrived` raises an error, the run ends on all ranks, and nothing is saved.
+        This is a collective call. It adds up nothing yet. If `numbers.arrived` raises an error, the run ends
+        on all ranks, and nothing is saved.
 
         Parameters
         ----------
         every : largest number of steps between two additions. The ranks add up after multiples of this
-            number.
-            If steps are slow, they add up more often, after multiples of one of its divisors.
+            number. If steps are slow, they add up more often, after multiples of one of its divisors.
         """
         self._connection.agreement.numbers = numbers
         self._loop.max_interval = every
@@ -324,9 +324,9 @@ class Run:
         been added up. The time of the block does not count for any step. The random numbers that the block
         draws do not change those of the training.
         """
-        self._connection.agreement.wait_for_ranks(self._position.step, "run.pause")
+        self._connection.agreement.exchange_and_wait(self._position.step, "run.pause")
         random_before = random_state.capture()
-        yield
+        yield  # an error in the block normally ends the program, so the rest is not in a `finally`
         random_state.restore(random_before)
         # Otherwise the time of the pause would count for the next step.
         self._loop.start_clock()
@@ -375,7 +375,7 @@ class Steps:
     _line: str
 
     def __len__(self) -> int:
-        return self._position.remaining_steps(self._name, len(self._loader))
+        return self._position.count_remaining_steps(self._name, len(self._loader))
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return self._loop.iterate(self._loader, self._name, self._save_every, self._line)

@@ -61,14 +61,12 @@ class RunCheckpoints:
         # Digests of the tracked objects after a restore inside a pass, until that pass begins.
         self._restored_digests: dict[str, str] = {}
         # The position in the last checkpoint.
-        self._saved_values = self.position.values()
-        self.saved_step = 0
-        """Step of the last save, or of the checkpoint from which the run was resumed."""
+        self._saved_values = self.position.make_values()
         # Checkpoints in the run's folder that could not be read.
         self._skipped: Collection[Path] = ()
         # Whether `find` has found no usable checkpoint in the run's folder.
         self._is_new = False
-        self.may_write = False
+        self.has_checked_folder = False
         """Whether the program has called `restore`, or the folder has no checkpoints that could be lost."""
 
     def find(self, path: Path | None) -> Checkpoint | None:
@@ -120,12 +118,13 @@ class RunCheckpoints:
         can_set_aside : whether all checkpoints can be renamed, which a new start requires. The value of rank
             0 decides.
         """
+        # Rank 0 answers for all ranks, so that all of them raise the error or none.
         own_answers = can_set_aside, self._ignore_unreadable
-        may_start_anew, starts_anew = self._connection.ranks.broadcast(own_answers)
-        if may_start_anew and starts_anew:
+        can_start_anew, is_new_start_requested = self._connection.ranks.broadcast(own_answers)
+        if can_start_anew and is_new_start_requested:
             return
         hint = "name another folder"
-        if may_start_anew:
+        if can_start_anew:
             hint += ", or start anew: Run.start(ignore_checkpoints=True), dist-train --ignore-checkpoints"
         raise UsageError(
             f"none of the checkpoints can be read: {list_first_names([*problems.values()])}",
@@ -146,26 +145,25 @@ class RunCheckpoints:
         self.scheduler_search.refuse_untracked(self.tracked.objects)
         self._warn_of_fresh_ddp()
         self._refuse_unshared_folder()
-        newest = source or self.find(None)
-        self.may_write = True  # the program knows the checkpoints in the folder, so none is lost by mistake
-        if newest is None:
+        loaded = source or self.find(None)
+        self.has_checked_folder = True  # the program knows its checkpoints, so none is lost by mistake
+        if loaded is None:
             if self.keep:  # refuse a state that cannot be saved now, and not hours later at the first save
                 self.tracked.snapshot(self._connection.ranks, "run.restore")
             return False
-        self._load(newest)
-        self.restored = newest
-        self._saved_values = self.position.values()
-        self.saved_step = self.position.step
-        # Inside a pass (`batch` is not 0), `prepare_pass` checks that the program has not changed the state.
+        self._load(loaded)
+        self.restored = loaded
+        self._saved_values = self.position.make_values()
+        # Inside a pass, `undo_or_refuse_changes` checks that the program has not changed the state.
         self._restored_digests = {}
-        if self.position.batch:
+        if self.position.batches_done > 0:
             self._restored_digests = self.tracked.digests()
         if source is None:
-            self._connection.report(f"resumes after step {self.position.step}: {newest.folder}")
+            self._connection.report(f"resumes after step {self.position.step}: {loaded.folder}")
         return True
 
-    def _load(self, newest: Checkpoint) -> None:
-        """Load the tracked objects, the position and the random states.
+    def _load(self, source: Checkpoint) -> None:
+        """Load the tracked objects, the position and the random states from a checkpoint.
 
         This is a collective call: all ranks must make it.
 
@@ -174,22 +172,22 @@ class RunCheckpoints:
         UsageError : the state of a tracked object cannot be loaded.
         """
         ranks = self._connection.ranks
-        rank_values = newest.read_rank_value()
+        rank_values = source.read_rank_value()
         per_rank_states = rank_values["objects"]
-        if per_rank_states and newest.world_size != ranks.world_size:
+        if per_rank_states and source.world_size != ranks.world_size:
             raise UsageError(
-                f"{', '.join(sorted(per_rank_states))} has a state for each of {newest.world_size} ranks, "
+                f"{', '.join(sorted(per_rank_states))} has a state for each of {source.world_size} ranks, "
                 f"but there are {ranks.world_size}",
-                where=str(newest.folder),
-                hint=f"start {newest.world_size} ranks, or a new run in another folder",
+                where=str(source.folder),
+                hint=f"start {source.world_size} ranks, or a new run in another folder",
             )
         # Load the objects first: if one of them refuses its state, the position remains unchanged.
-        self.tracked.load(newest, per_rank_states)
-        warning = self.position.restore(newest.position, rank_values["random"], newest.world_size, ranks)
+        self.tracked.load(source, per_rank_states)
+        warning = self.position.restore(source.position, rank_values["random"], source.world_size, ranks)
         if warning:
             self._connection.report(warning)
 
-    def prepare_pass(self) -> None:
+    def undo_or_refuse_changes(self) -> None:
         """Make sure that the first pass after a restore begins with the state of the checkpoint.
 
         This is a collective call: all ranks must make it.
@@ -202,10 +200,12 @@ class RunCheckpoints:
         restored_digests = self._restored_digests
         self._restored_digests = {}  # only the first pass after a restore is compared
         if self.restored is not None and self.position.repeats_epoch:
-            # The program has repeated work of this epoch, such as a step of a scheduler. The checkpoint
-            # already contains the effect, so load it again.
-            self.tracked.load(self.restored, self.restored.read_rank_value()["objects"])
+            # The checkpoint is from between two passes. Since the restore, the program has repeated work of
+            # this epoch, such as a step of a scheduler. The checkpoint contains the effect, so load it again.
+            rank_values = self.restored.read_rank_value()
+            self.tracked.load(self.restored, rank_values["objects"])  # the states that differ between ranks
         elif restored_digests:
+            # The checkpoint is from the middle of a pass, where the program makes no changes of this kind.
             self._refuse_changes(restored_digests)
 
     def _warn_of_fresh_ddp(self) -> None:
@@ -249,8 +249,8 @@ class RunCheckpoints:
         if names:
             raise UsageError(
                 f"{list_first_names(sorted(names))} changed between run.restore and run.steps, where a pass "
-                f"goes on after {self.position.batch} batches: without a stop, this change comes only before "
-                "the pass",
+                f"goes on after {self.position.batches_done} batches: without a stop, this change comes only "
+                "before the pass",
                 where="run.steps",
                 hint="make the change before run.restore, or inside the loop, in the first step of a pass",
             )
@@ -270,7 +270,8 @@ class RunCheckpoints:
 
         Parameters
         ----------
-        at_start : whether the checkpoint is taken directly before a pass of `Run.steps`.
+        at_start : whether the checkpoint is taken directly before a pass of `Run.steps`, and so contains what
+            the program does before that pass.
 
         Raises
         ------
@@ -281,18 +282,18 @@ class RunCheckpoints:
             return
         if not self.tracked.objects:
             raise UsageError("nothing is tracked", hint="run.track(model=model, optimizer=optimizer)")
-        if not self.may_write:
+        if not self.has_checked_folder:  # the program has not called `restore`, which checks it
             self.refuse_older()
             self._refuse_unshared_folder()
-            self.may_write = True
+            self.has_checked_folder = True
         # Refuse a state that a resume could not continue, before anything is written.
         self.position.refuse_unchanged_loader_state()
         self.scheduler_search.refuse_untracked(self.tracked.objects)
         with self._progress.time_save():
             snapshot = self.tracked.snapshot(self._connection.ranks, "run.save")
-            self._saved_values = self.position.values(at_start=at_start)
+            self._saved_values = self.position.make_values(at_start=at_start)
             index = pickle.dumps((self._saved_values, snapshot.trees))
-            rank_value = {"random": self.position.rank_values(), "objects": snapshot.rank_values}
+            rank_value = {"random": self.position.make_rank_values(), "objects": snapshot.rank_values}
             writer = self._open_writer()
             writer.save(self.position.step, index, snapshot.tensors, pickle.dumps(rank_value))
 
@@ -319,25 +320,26 @@ class RunCheckpoints:
     def leave(self) -> NoReturn:
         """End the program after a request to stop, when the last checkpoint is completely written.
 
-        This raises SystemExit. If the state of the current step is not saved, the exit code is `EXIT_NO`.
+        This raises SystemExit. If the state of the current step is not saved, the exit code is that of a
+        failure.
         """
         connection = self._connection
         step = self.position.step
         reason = connection.stop
-        connection.wait_for_last_numbers(step)
-        saved_step = self.wait().saved_step
+        connection.wait_for_last_numbers(step)  # the logged numbers of the last steps
+        saved_step = self.wait().saved_step  # -1: none
         message = f"stopped after step {step}: {reason}"
         if self.keep and saved_step >= 0:
             message += f"; the state of step {saved_step} is saved"
         elif self.keep:
             message += "; this start saved no state"
         connection.report(message)
-        code = EXIT_NO
+        exit_code = EXIT_NO
         if self.keep and saved_step == step:
-            code = stop_requests.report_saved(
+            exit_code = stop_requests.report_saved(
                 reason, step, connection.ranks, self._folder, connection.env, connection.report
             )
-        end_program(code)
+        end_program(exit_code)
 
     def finish(self) -> None:
         """Save the last state of a finished run, unless a checkpoint contains it.
@@ -353,9 +355,10 @@ class RunCheckpoints:
         """
         connection = self._connection
         step = self.position.step
-        has_moved = bool(self.tracked.objects) and self._saved_values != self.position.values()
+        # The last checkpoint has another position than the run has now.
+        has_unsaved_state = bool(self.tracked.objects) and self._saved_values != self.position.make_values()
         if connection.ranks.world_size > 1 and not dist.is_initialized():
-            if has_moved:
+            if has_unsaved_state:
                 connection.report(
                     "warning: the last state is not saved: there is no process group at the end of `with`"
                 )
@@ -364,9 +367,10 @@ class RunCheckpoints:
         # Wait for all ranks. A rank in another call, such as `run.steps`, gets an error.
         connection.ranks.gather(None, call="the end of the run")
         connection.agreement.stop = ""  # the run is finished, so a request to stop no longer has an effect
-        if has_moved:
+        if has_unsaved_state:
             self.write()
-        # The thread that writes the checkpoint reports its errors only to `wait`.
+        # If this start has written checkpoints, the last one is of this step. It may have failed, because the
+        # thread that writes it reports its errors only to `wait`.
         if self._writer is not None and self.wait().saved_step != step:
             raise NotSaved(f"the state of step {step} is not saved", where=str(self._folder))
 

@@ -79,14 +79,15 @@ class _TensorSplitter:
         self._keys: dict[tuple[object, ...], str] = {}
 
     def replace(self, value: Any, path: LeafPath) -> Any:
-        """Return a reference for a tensor that torch can store in parts, and a copy of any other tensor.
+        """Return the replacement of a leaf in the tree: for a tensor, a reference to it.
 
-        Two tensors that use the same memory, such as tied weights, get the same reference. A value that is
-        not a tensor is returned unchanged.
+        The tensor is added to `tensors`. Two tensors that use the same memory, such as tied weights, get the
+        same reference. A tensor that torch cannot store in parts is copied into the tree. Any other value is
+        returned unchanged.
         """
         if not isinstance(value, Tensor):
             return value
-        if not _can_divide(value):
+        if not _can_store_in_parts(value):
             return value.detach().clone()
         # Tied weights use the same memory. They are stored once, under the key of the first.
         memory = _memory_of(value)
@@ -111,7 +112,7 @@ class _TensorSplitter:
         return key
 
 
-def _can_divide(tensor: Tensor) -> bool:
+def _can_store_in_parts(tensor: Tensor) -> bool:
     """Return whether torch can store a tensor in parts: it is not sparse, and its class is one of torch's."""
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_plain or is_dtensor(tensor)

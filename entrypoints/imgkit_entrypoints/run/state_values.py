@@ -46,7 +46,7 @@ def describe_values(stateful: Any, state: Any) -> dict[str, str]:
             bit_sums[path] = _sum_bits(leaf)
             continue
         description = _describe_value(leaf)
-        if description:  # otherwise the value may differ between the ranks
+        if description is not None:
             descriptions[path] = description
     # Read all sums together at the end: each copy from a GPU would wait for the GPU.
     for path, bit_sum in _read_numbers(bit_sums).items():
@@ -70,10 +70,11 @@ def _can_sum_bits(leaf: Any) -> bool:
     return leaf.layout == torch.strided and not leaf.is_meta
 
 
-def _describe_value(leaf: Any) -> str:
-    """Return a short text for a value, or ``""`` for a large tensor or a tensor of fractions.
+def _describe_value(leaf: Any) -> str | None:
+    """Return a short text for a value, or None for a large tensor or a tensor of fractions.
 
-    The text for a shard contains only its shape and placement, because the values of shards differ.
+    Values without a text may differ between the ranks. The text for a shard contains only its shape and
+    placement, because the values of shards differ.
     """
     if not isinstance(leaf, Tensor):
         return _shorten_text(repr(_sort_set(leaf)))
@@ -81,32 +82,29 @@ def _describe_value(leaf: Any) -> str:
         return f"{tuple(leaf.shape)} {leaf.placements}"
     is_fraction = leaf.is_floating_point() or leaf.is_complex()
     if is_fraction or leaf.numel() > MAX_ELEMENTS:
-        return ""
+        return None
     return _shorten_text(repr(leaf.tolist()))
 
 
 def _sum_bits(tensor: Tensor) -> Tensor:
     """Return the sum of the elements of a tensor, with their bits interpreted as integers.
 
-    Equal tensors have equal sums. So the ranks compare one number instead of all weights. The result is on
-    the device of the tensor.
+    Equal tensors have equal sums, however they lie in memory on each rank. So the ranks compare one number
+    instead of all weights. The result is on the device of the tensor.
     """
     elements = tensor.detach()
     if elements.is_complex():
         elements = torch.view_as_real(elements)
     # The bits are read as integers, because a sum of fractions is rounded and depends on the order.
     integers = elements.view(_INTEGER_TYPES[elements.element_size()])
-    # Bytes in memory can be read as larger words only without gaps between them.
-    if not integers.is_contiguous():
-        return integers.sum(dtype=torch.int64)
-    # If possible, add up words of 8 bytes, and then the elements after the last complete word.
-    integers = integers.reshape(-1)
+    # Bytes can be read as words of 8 bytes only without gaps between them, and from the beginning of a word.
     integers_per_word = WORD_BYTES // integers.element_size()
+    integers = integers.contiguous().reshape(-1)
+    if integers.data_ptr() % WORD_BYTES != 0 or integers.storage_offset() % integers_per_word != 0:
+        integers = integers.clone()
+    # Add up complete words, and then the elements after the last one. On a CPU, this is 25 times as fast as
+    # the sum of 32-bit integers, which torch converts one by one.
     end_of_words = integers.numel() - integers.numel() % integers_per_word
-    is_aligned = integers.data_ptr() % WORD_BYTES == 0
-    if not is_aligned or end_of_words == 0:
-        return integers.sum(dtype=torch.int64)
-    # On a CPU, this is 25 times as fast as the sum of 32-bit integers, which torch converts one by one.
     whole_words = integers[:end_of_words].view(torch.int64)
     return whole_words.sum() + integers[end_of_words:].sum(dtype=torch.int64)
 

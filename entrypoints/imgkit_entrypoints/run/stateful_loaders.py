@@ -24,7 +24,9 @@ from imgkit_entrypoints.run.state_tree import list_leaves
 DATASET_STATES = {"dataset_state", "dataset_iter_state"}
 
 
-def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pass: bool) -> Iterator[Any]:
+def iterate_stateful(
+    loader: Any, skip: int, pass_random: PassRandom, *, is_first_pass: bool
+) -> Iterator[Any]:
     """Return an iterator over a loader with a state of its own, which a resume may have loaded.
 
     Usually, the loaded state makes the loader continue at the right batch. Then this function only restores
@@ -33,40 +35,56 @@ def iterate_stateful(loader: Any, skip: int, random: PassRandom, *, is_first_pas
     Parameters
     ----------
     skip : number of batches of this pass that were done before the checkpoint.
-    random : the random states at the start of the pass and at the checkpoint.
+    pass_random : the random states at the start of the pass and at the checkpoint.
     is_first_pass : whether an uninterrupted run would start the loader's workers for this pass.
     """
     state = _get_unread_state(loader)
-    starts_workers = False
     if state is None:  # another kind of loader, or not the first pass: the loader continues by itself
         batches: Iterator[Any] = iter(loader)
-    elif _is_stream(loader) and not _has_dataset_state(state):
-        # The state does not contain the position in the stream, so the batches must be read and skipped.
-        batches = _iterate_from_start(loader, skip, random)
-    elif state.get("_iterator_finished"):
-        loader.state_dict()  # creates the finished iterator now, because that draws a random number
-        random.latest.restore()
-        return _iterate_again_if_empty(loader, random)
-    else:
-        batches = iter(loader)
-    if state is not None:
+        starts_workers = False
+    else:  # the first pass of a StatefulDataLoader
+        batches = _iterate_from_state(loader, state, skip, pass_random)
         # An uninterrupted run would still have its workers. Starting workers again draws a random number.
         starts_workers = not is_first_pass and loader.persistent_workers
-    # After the iterator was created, because that draws a random number.
+    # Only now, because creating the iterator draws a random number, too.
     if skip or starts_workers:
-        random.latest.restore()
+        pass_random.latest.restore()
     return batches
 
 
-def _iterate_from_start(loader: Any, skip: int, random: PassRandom) -> Iterator[Any]:
-    """Return an iterator that begins a new pass over `loader` and skips its first `skip` batches.
+def _iterate_from_state(
+    loader: Any, state: Mapping[str, Any], skip: int, pass_random: PassRandom
+) -> Iterator[Any]:
+    """Return an iterator over a StatefulDataLoader that continues at `state`, which the loader has loaded.
 
-    The loader first forgets its loaded state: its iterator and its count of batches.
+    The caller then restores the latest random states.
+
+    Parameters
+    ----------
+    skip : number of batches of this pass that were done before the checkpoint.
     """
+    # The state does not contain the position in the stream, so the batches must be read and skipped.
+    if _is_stream(loader) and not _has_dataset_state(state):
+        return _iterate_from_start(loader, skip, pass_random)
+    if not state.get("_iterator_finished"):
+        return iter(loader)
+    # The state is from the end of a pass. `state_dict` makes torchdata create the finished iterator, which
+    # draws a random number. The generator below would do so only at its first batch, after the restore.
+    loader.state_dict()
+    pass_random.latest.restore()
+    return _iterate_again_if_empty(loader, pass_random)
+
+
+def _iterate_from_start(loader: Any, skip: int, pass_random: PassRandom) -> Iterator[Any]:
+    """Return an iterator that begins a new pass over a StatefulDataLoader and skips its first `skip` batches.
+
+    The random states are then those after the skipped batches. The caller restores the latest ones.
+    """
+    # Forget the state that a resume has loaded: the iterator, and the state for the next one.
     loader.load_state_dict({})
     loader.next_iter_state = None
     if skip:
-        random.start.restore()
+        pass_random.start.restore()
     batches: Iterator[Any] = iter(loader)
     skip_items(batches, skip)
     return batches
@@ -77,37 +95,41 @@ def _get_unread_state(loader: Any) -> Mapping[str, Any] | None:
 
     The result is None for other loaders, and after the first pass has begun.
     """
-    # These attributes are private. torchdata has no public way to ask for this state.
+    # These attributes are private. torchdata has no public way to ask for this state. The first has the state
+    # of `load_state_dict` until an iterator is created.
     state: Mapping[str, Any] | None = getattr(loader, "next_iter_state", None)
+    # The second is True if `state_dict` has created the iterator, and no pass has used it yet.
     if state is None and getattr(loader, "_initial_iter_for_state_dict", False):
         state = loader.state_dict()
     return state
 
 
-def _iterate_again_if_empty(loader: Any, random: PassRandom) -> Iterator[Any]:
+def _iterate_again_if_empty(loader: Any, pass_random: PassRandom) -> Iterator[Any]:
     """Yield the batches of `loader`. If there are none, restore the random states and start a second pass."""
     is_empty = True
     for batch in loader:
         is_empty = False
         yield batch
     if is_empty:
-        random.latest.restore()
+        pass_random.latest.restore()
         yield from loader
 
 
 def has_unusable_state(loader: Any) -> bool:
     """Return whether a pass could not be resumed from the loader's current state.
 
-    This is the case if the loader or one of its workers has no more batches.
+    This is the case if the loader reads a stream that stores its position, and the loader or one of its
+    workers has no more batches.
     """
     if not _is_stream(loader):
         return False
     state = loader.state_dict()
-    if not _has_dataset_state(state):
+    if not _has_dataset_state(state):  # then a resume counts and skips the batches, without this state
         return False
     # torch sets the status of a worker to False when the worker has no more batches.
     if False in getattr(loader._iterator, "_workers_status", ()):
         return True
+    # torchdata stores under this key whether the loader or a worker has read its data set to the end.
     return any(path[-1] == "fetcher_ended" and value for path, value in list_leaves(state))
 
 

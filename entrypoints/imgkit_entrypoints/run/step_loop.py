@@ -39,10 +39,12 @@ class StepLoop:
         """Whether the program has begun its first step."""
         self._is_in_step = False
         # Whether the program has requested a save that could not be done yet.
-        self._should_save = False
-        # Whether the program must read `Run.step` or `Run.epoch` first, because the restored checkpoint has
-        # finished epochs.
-        self._must_read_position = False
+        self._has_waiting_save = False
+        # Step at which a save was last due or done, or of the checkpoint from which the run was resumed.
+        self._last_due_step = 0
+        # Whether the restored checkpoint has finished epochs, and the program has read neither `Run.step` nor
+        # `Run.epoch` yet.
+        self._ignores_finished_epochs = False
         self._has_read_step = False
         # Whether the program has read `Run.epoch` since the latest pass began.
         self._has_read_epoch = False
@@ -50,19 +52,23 @@ class StepLoop:
 
     def read_step(self) -> int:
         """Return the number of finished steps, and record that the program has read it."""
-        self._must_read_position = False
+        self._ignores_finished_epochs = False
         self._has_read_step = True
         return self._position.step
 
     def read_epoch(self) -> int:
         """Return the number of finished epochs, and record that the program has read it."""
-        self._must_read_position = False
+        self._ignores_finished_epochs = False
         self._has_read_epoch = True
         return self._position.epoch
 
-    def require_position(self) -> None:
-        """Make `start` raise an error if the program would repeat the finished epochs of a checkpoint."""
-        self._must_read_position = self._position.epoch != 0
+    def note_restore(self) -> None:
+        """Continue after the step of the restored checkpoint.
+
+        `start` raises an error if the program would repeat the finished epochs of the checkpoint.
+        """
+        self._last_due_step = self._position.step
+        self._ignores_finished_epochs = self._position.epoch != 0
 
     def close(self) -> None:
         """Stop watching the optimizers."""
@@ -83,7 +89,7 @@ class StepLoop:
         agreement = self._connection.agreement
         # Another rank may be in another call, such as the end of the run. That would raise an error here.
         if self.is_started:
-            agreement.wait_for_ranks(position.step, "run.steps")
+            agreement.exchange_and_wait(position.step, "run.steps")
         self._refuse_different_passes(loader, name, save_every)
         # Each of the following calls may raise an error, so they come before the pass is opened.
         position.end_last_pass(name)
@@ -91,7 +97,7 @@ class StepLoop:
             # `open_pass` and `request_save` read this: the checkpoint contains what the program does now.
             position.repeats_epoch = True
             return
-        position.add_loop(name)
+        position.check_and_add_loop(name)
         self._prepare_pass(loader, save_every, line)
         try:
             batches = position.open_pass(loader, name)
@@ -114,20 +120,21 @@ class StepLoop:
         """Begin a step of a loop over `Run.steps`. `end_open_step` counts the step."""
         self._refuse_step_after_break()
         self._checkpoints.restored = None
-        self._is_in_step = True  # `request_save` then waits for the end of the step
+        self._is_in_step = True
         self.begin_step()
-        self._gradients.begin_step()
+        self._gradients.forget_optimizer_steps()
 
     def _end_pass(self, loader: Any) -> None:
         """Wait for the other ranks at the end of a pass, save if the run stops, and count the pass as done.
 
         This is a collective call: all ranks must make it.
         """
-        self._connection.agreement.wait_for_ranks(self._position.step, PASS_END)
+        self._connection.agreement.exchange_and_wait(self._position.step, PASS_END)
         # A loader with a state of its own is after its last batch now. A resume from this state could not
-        # finish the pass, so such a run saves in the next pass.
+        # finish the pass. So a run with such a loader does not save here, but in the next pass.
         should_save = self._connection.stop and not has_state(loader)
-        if should_save and not self._agree_to_wait():
+        if should_save and not self._must_any_rank_wait():
+            # Before the pass counts as finished: a resume then finishes it, and runs what follows the loop.
             self.save_now()
         self._position.finish_pass()
 
@@ -139,13 +146,15 @@ class StepLoop:
         line : the line of the program that calls `Run.steps`, as FILE:LINE.
         """
         position = self._position
-        if list(position.loops) == [""]:  # there is one loop, without a name
+        has_only_unnamed_loop = list(position.loops) == [""]
+        if has_only_unnamed_loop:
+            # A program that has read `Run.epoch` since the latest pass is assumed to be in the next epoch.
             position.begin_unnamed_pass(loader, line, is_next_epoch=self._has_read_epoch)
         self._has_read_epoch = False
         self._warn_of_sampler(loader)
-        if self._should_save:
+        if self._has_waiting_save:  # `Run.save` was called after the last pass
             self._save_if_due(save_every, at_start=True)
-        self._checkpoints.prepare_pass()
+        self._checkpoints.undo_or_refuse_changes()
 
     def _warn_of_sampler(self, loader: Any) -> None:
         """Warn once if a resume may not be able to repeat the random numbers of the loader's sampler.
@@ -192,7 +201,7 @@ class StepLoop:
         """
         if self._checkpoints.keep and not self.is_started:
             self._checkpoints.scheduler_search.refuse_untracked(self._checkpoints.tracked.objects)
-        if self._must_read_position:
+        if self._ignores_finished_epochs:
             raise UsageError(
                 f"the checkpoint has {self._position.epoch} finished epochs, and the program never read "
                 "run.epoch: it would begin another one",
@@ -200,7 +209,9 @@ class StepLoop:
                 hint="for epoch in range(run.epoch, EPOCHS), also where there is one epoch",
             )
         self.is_started = True
-        self.start_clock(self.max_interval or save_every or MAX_INTERVAL)
+        # The program's numbers are added up, or else the state saved, at multiples of this number of steps.
+        max_interval = self.max_interval or save_every or MAX_INTERVAL
+        self.start_clock(max_interval)
 
     def _refuse_step_after_break(self) -> None:
         """Raise UsageError if a restored run had ended with a ``break``, and the program trains another step.
@@ -210,7 +221,9 @@ class StepLoop:
         that it has checked the number of steps.
         """
         restored = self._checkpoints.restored
-        if restored is None or self._has_read_step or not restored.position.get("was_left"):
+        if restored is None or self._has_read_step:
+            return
+        if not restored.position.get("was_left"):  # the pass was not left with ``break``
             return
         raise UsageError(
             f"this run ended by a break after step {self._position.step}, and the program never read "
@@ -247,9 +260,9 @@ class StepLoop:
             self.start(save_every)
         self._count_step()
         self._checkpoints.restored = None  # from now on, the state differs from the restored checkpoint
-        # `_agree_on_save` asks which optimizers have taken a step, and `begin_step` forgets them.
+        # `_agree_on_save` must still know which optimizers have taken a step, so forget them after it.
         saves_now = self._agree_on_save(save_every)
-        self._gradients.begin_step()
+        self._gradients.forget_optimizer_steps()
         return saves_now
 
     def _save_if_due(self, save_every: int, *, at_start: bool = False) -> None:
@@ -269,28 +282,33 @@ class StepLoop:
         step = self._position.step
         agreement = self._connection.agreement
         agreement.exchange_if_due(step)  # may set `agreement.stop`, on all ranks at the same step
-        is_due = bool(agreement.stop) or self._should_save
-        if self._checkpoints.keep and save_every:
-            # Compare multiples of `save_every` instead of the distance to the last save. A save that had to
-            # wait came later than its step, but must not delay the next save.
-            is_due = is_due or step // save_every > self._checkpoints.saved_step // save_every
-        if not is_due or self._agree_to_wait():
+        # All ranks agree on `is_due`, so they all make the collective call in the next condition or none.
+        is_due = agreement.stop or self._has_waiting_save or self._has_passed_multiple(save_every)
+        if not is_due or self._must_any_rank_wait():
             return False
-        agreement.wait_for_ranks(step, "run.save")
-        # `is_due` above compares later steps with this one.
-        self._checkpoints.saved_step = step
+        agreement.exchange_and_wait(step, "run.save")
+        self._last_due_step = step
         return True
 
-    def _agree_to_wait(self) -> bool:
-        """Return whether a due save must wait because a rank cannot save yet.
+    def _has_passed_multiple(self, save_every: int) -> bool:
+        """Return whether a multiple of `save_every` steps was reached since a save was last due.
+
+        Multiples are compared instead of the distance to the last save. A save that had to wait came later
+        than its step, but must not delay the next save. If `save_every` is 0, the result is False.
+        """
+        if not self._checkpoints.keep or not save_every:
+            return False
+        return self._position.step // save_every > self._last_due_step // save_every
+
+    def _must_any_rank_wait(self) -> bool:
+        """Return whether a due save must wait because a rank cannot save yet. Count the steps of the wait.
 
         This is a collective call: all ranks must make it.
 
         A checkpoint does not contain gradients. So a rank cannot save while its optimizer has not used the
         latest gradients. It also cannot save at the end of a loader that could not continue from its state.
         """
-        # `delay_save` also counts the steps for which a save has waited, so call it once for each due save.
-        must_wait = self._gradients.delay_save() or self._position.has_unusable_loader_state()
+        must_wait = self._gradients.count_waiting_save() or self._position.has_unusable_loader_state()
         return any(self._connection.ranks.gather(must_wait, call=STEP_END))
 
     def request_save(self) -> None:
@@ -310,10 +328,14 @@ class StepLoop:
                 where="run.save",
                 hint="call run.due() at the end of each step and run.save() after it, or loop over run.steps",
             )
-        if position.repeats_epoch:  # the restored checkpoint already contains this state
+        # The program repeats what it had done before the checkpoint from which it was resumed. So that
+        # checkpoint already contains this state, and this save was done in the earlier run.
+        if position.repeats_epoch:
             return
-        if self._is_in_step or uses_steps or self._agree_to_wait():
-            self._should_save = True
+        # A loop over `Run.steps` saves at the end of a step or before its next pass. `uses_steps` is the same
+        # on all ranks, so they all make the collective call after it or none.
+        if uses_steps or self._must_any_rank_wait():
+            self._has_waiting_save = True
         else:
             self.save_now()
 
@@ -321,10 +343,15 @@ class StepLoop:
         """Save the state. After a request to stop, end the program.
 
         This is a collective call: all ranks must make it.
+
+        Parameters
+        ----------
+        at_start : whether this is directly before a pass of `Run.steps`. The checkpoint then contains what
+            the program does before that pass.
         """
         self._checkpoints.write(at_start=at_start)
         if self._connection.stop:
             self._checkpoints.leave()  # raises SystemExit
-        self._checkpoints.saved_step = self._position.step
-        self._should_save = False
+        self._last_due_step = self._position.step
+        self._has_waiting_save = False
         self.start_clock()  # the time of the save must not count as time of a step

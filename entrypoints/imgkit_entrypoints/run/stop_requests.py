@@ -98,6 +98,8 @@ class StopRequests:
             return
         for signal_number in STOP_SIGNALS:
             self._previous_handlers[signal_number] = signal.signal(signal_number, self._on_signal)
+        # Children ask no rank to stop, and Process.terminate() must end them. They keep the other handlers: a
+        # Ctrl-C also reaches them, and the program needs them until it has saved.
         os.register_at_fork(after_in_child=self._restore_sigterm)
 
     def _restore_sigterm(self) -> None:

@@ -62,7 +62,7 @@ class TrackedObjects:
         self._per_rank_names: set[str] = set()
         # For each object, the values that must not differ between ranks, as they were when it was added or
         # loaded. The keys are the name of the object and the path of the value.
-        self._first_values: dict[str, dict[str, str]] = {}
+        self._loaded_values: dict[str, dict[str, str]] = {}
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -104,7 +104,7 @@ class TrackedObjects:
             self._per_rank_names.add(name)
         else:
             # A checkpoint stores only rank 0's state. `_refuse_difference` compares later values with these.
-            self._first_values[name] = describe_values(stateful, state)
+            self._loaded_values[name] = describe_values(stateful, state)
 
     def digests(self) -> dict[str, str]:
         """Return a digest of the state of each object except loaders, to find changes in this process."""
@@ -128,22 +128,23 @@ class TrackedObjects:
         UsageError : (on every rank) a rank has a state that cannot be saved. Or the ranks have different
             states of an object of which a checkpoint stores only rank 0's state.
         """
-        snapshot = Snapshot()
-        error: UsageError | None = None
+        own_names = sorted(self.objects)  # in the same order on all ranks, so that shards get equal keys
+        own_state = Snapshot()
+        own_error: UsageError | None = None
         try:
-            for name in sorted(self.objects):  # in the same order on all ranks, so that shards get equal keys
+            for name in own_names:
                 is_compared = ranks.world_size > 1 and self._must_be_equal(name, call)
-                self._add_state(snapshot, name, is_compared=is_compared)
-        except UsageError as own_error:  # raised below, because the other ranks wait for this rank's report
-            error = own_error
-        own_names = ", ".join(sorted(self.objects)) or "nothing"
-        reports = ranks.gather(_RankReport(own_names, snapshot.digests, error), call=call)
+                self._add_state(own_state, name, is_compared=is_compared)
+        except UsageError as error:  # raised below, because the other ranks wait for this rank's report
+            own_error = error
+        own_report = _RankReport(", ".join(own_names) or "nothing", own_state.digests, own_error)
+        reports = ranks.gather(own_report, call=call)
         _refuse_bad_reports(reports, call)
         # All ranks have the same reports, so they all call `_refuse_difference`, a collective call, or none.
-        for name in sorted(snapshot.digests):
+        for name in own_state.digests:  # only the names of compared objects
             if len({report.digests[name] for report in reports}) > 1:
                 self._refuse_difference(name, ranks, call)
-        return snapshot
+        return own_state
 
     def _must_be_equal(self, name: str, call: str) -> bool:
         """Return whether an object must have the same values on all ranks in this call of the program."""
@@ -168,7 +169,8 @@ class TrackedObjects:
             if name in self._per_rank_names:
                 snapshot.rank_values[name] = pickle.dumps(state_tree.copy_to_host(state))
             else:
-                tree, tensors = state_tree.split_tensors(name, state, snapshot.tensors)
+                used_keys = snapshot.tensors.keys()  # must not be given to tensors of this object again
+                tree, tensors = state_tree.split_tensors(name, state, used_keys)
                 # The tree is pickled now, because training goes on while a thread writes the checkpoint.
                 snapshot.trees[name] = pickle.dumps(tree)
                 snapshot.tensors.update(tensors)
@@ -183,19 +185,21 @@ class TrackedObjects:
         """Raise UsageError on every rank if a resume would overwrite values that differ between the ranks.
 
         A checkpoint stores only rank 0's state of the object, and a resume loads it on all ranks. This is a
-        collective call: all ranks must make it, and do so if the digests of their states differ.
+        collective call: all ranks must make it, after they have seen that the digests of their states differ.
         """
         stateful = self.objects[name]
         own_values = describe_values(stateful, state_of(name, stateful))
         # The first values are those from `run.track` or from the last restore.
-        values_of_ranks = ranks.gather((self._first_values[name], own_values), call=call)
+        values_of_ranks = ranks.gather((self._loaded_values[name], own_values), call=call)
         first_values, latest_values = zip(*values_of_ranks, strict=True)
         paths = set[str]().union(*first_values, *latest_values)
+        # DDP makes the weights of a model equal only after they were tracked.
+        may_begin_different = has_weights(stateful)
         # One path, such as "['last_epoch']", with the values of all ranks at a time.
         for path in sorted(paths):
             first = [rank_values.get(path, "") for rank_values in first_values]
             latest = [rank_values.get(path, "") for rank_values in latest_values]
-            if not _may_share_rank_0_value(first, latest, may_begin_different=has_weights(stateful)):
+            if not _may_share_rank_0_value(first, latest, may_begin_different=may_begin_different):
                 raise _difference_error(stateful, name, path, latest, call)
 
     def load(self, checkpoint: Checkpoint, rank_values: Mapping[str, bytes]) -> None:
@@ -213,7 +217,7 @@ class TrackedObjects:
             object refuses its state. Then others may already be loaded.
         """
         self._refuse_other_names(checkpoint, rank_values.keys())
-        trees = {name: checkpoint.tree(name) for name in checkpoint.names}
+        trees = {name: checkpoint.unpickle_tree(name) for name in checkpoint.names}
         # Compare all objects first, so that nothing is loaded if one of them differs.
         for name, tree in trees.items():
             self._refuse_other_object(name, tree, checkpoint)
@@ -277,9 +281,10 @@ class TrackedObjects:
                 where=str(checkpoint.folder),
                 hint="build the same objects, or start a new run in another folder",
             ) from error
-        # The loaded values are the new basis for comparisons between the ranks.
-        if name in self._first_values:
-            self._first_values[name] = describe_values(stateful, state_of(name, stateful))
+        # The loaded values are the new basis for comparisons between the ranks. Objects with one state for
+        # each rank are not compared.
+        if name in self._loaded_values:
+            self._loaded_values[name] = describe_values(stateful, state_of(name, stateful))
 
 
 def has_state(value: object) -> bool:
@@ -460,7 +465,10 @@ def _describe_dtype(value: Any) -> str:
 
 
 def _make_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return DTensors, by key, into which each rank can read its part of a sharded model or optimizer.
+    """Return DTensors into which each rank can read its part of a sharded model or optimizer.
+
+    The keys are those of the tensors in the checkpoint. `_refuse_other_object` has compared the names and
+    shapes before.
 
     Parameters
     ----------
@@ -468,10 +476,14 @@ def _make_shards(stateful: Any, name: str, tree: Any, checkpoint: Checkpoint) ->
     """
     if not is_sharded(stateful):
         return {}
-    if isinstance(stateful, nn.Module):
-        state = state_of(name, stateful)
-        return {tree[key].key: tensor for key, tensor in state.items() if is_dtensor(tensor)}
-    return _make_optimizer_shards(stateful, tree, checkpoint)
+    if not isinstance(stateful, nn.Module):
+        return _make_optimizer_shards(stateful, tree, checkpoint)
+    shards = {}
+    for parameter_name, tensor in state_of(name, stateful).items():
+        if is_dtensor(tensor):
+            reference = tree[parameter_name]
+            shards[reference.key] = tensor
+    return shards
 
 
 def _make_optimizer_shards(optimizer: Optimizer, tree: Any, checkpoint: Checkpoint) -> dict[str, Tensor]:

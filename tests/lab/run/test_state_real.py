@@ -341,6 +341,28 @@ def test_states_whose_keys_have_the_same_text_stay_apart(standin, tmp_path):
     many(standin, tmp_path, COLLIDING)
 
 
+PLACED = """
+def placed():
+    torch.manual_seed(0)
+    linear, conv = torch.nn.Linear(64, 8), torch.nn.Conv2d(4, 4, 3)
+    if dist.get_rank() == 1:  # the same weights, but in the middle of a word of memory, or in another order
+        place = torch.empty(linear.weight.numel() + 1)[1:].view(linear.weight.shape)
+        linear.weight.data = place.copy_(linear.weight.data)
+        conv = conv.to(memory_format=torch.channels_last)
+    with Run.start() as run:
+        run.track(linear=linear, conv=conv)
+        run.restore()
+        for _ in run.steps(range(2), save_every=1):
+            pass
+
+assert start(2, placed, "run") == [0, 0]
+"""
+
+
+def test_equal_weights_may_lie_in_memory_in_another_way_on_each_rank(standin, tmp_path):
+    many(standin, tmp_path, PLACED)
+
+
 LIBRARY = """
 from imgkit_entrypoints.run import LibraryCheckpoint
 
