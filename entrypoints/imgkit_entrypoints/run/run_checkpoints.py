@@ -56,6 +56,7 @@ class RunCheckpoints:
         self._progress = progress
         self._ignore_unreadable = ignore_unreadable
         self._writer: CheckpointWriter | None = None
+        self._has_written = False
         self.restored: Checkpoint | None = None
         """The checkpoint from which the run was resumed, until its first step."""
         # Digests of the tracked objects after a restore inside a pass, until that pass begins.
@@ -296,6 +297,7 @@ class RunCheckpoints:
             rank_value = {"random": self.position.make_rank_values(), "objects": snapshot.rank_values}
             writer = self._open_writer()
             writer.save(self.position.step, index, snapshot.tensors, pickle.dumps(rank_value))
+        self._has_written = True
 
     def _open_writer(self) -> CheckpointWriter:
         """Return the writer of checkpoints. The first call is a collective call."""
@@ -371,7 +373,7 @@ class RunCheckpoints:
             self.write()
         # If this start has written checkpoints, the last one is of this step. It may have failed, because the
         # thread that writes it reports its errors only to `wait`.
-        if self._writer is not None and self.wait().saved_step != step:
+        if self._has_written and self.wait().saved_step != step:
             raise NotSaved(f"the state of step {step} is not saved", where=str(self._folder))
 
     def close_groups(self) -> None:

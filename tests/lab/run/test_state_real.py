@@ -363,6 +363,27 @@ def test_equal_weights_may_lie_in_memory_in_another_way_on_each_rank(standin, tm
     many(standin, tmp_path, PLACED)
 
 
+WAITING = """
+def waiting(keep):
+    model = torch.nn.Linear(1, 1)
+    with Run.start(keep=keep) as run:
+        run.track(model=model)
+        run.restore()
+        for _ in range(run.epoch, 1):
+            for _ in run.steps(range(2)):
+                pass
+        run.wait()
+
+assert start(1, lambda: waiting(0), "nothing-kept") == [0]
+assert start(1, lambda: waiting(2), "run") == [0]
+assert start(1, lambda: waiting(2), "run") == [0]
+"""
+
+
+def test_wait_for_no_checkpoint_does_not_end_the_run(standin, tmp_path):
+    many(standin, tmp_path, WAITING)
+
+
 LIBRARY = """
 from imgkit_entrypoints.run import LibraryCheckpoint
 
