@@ -6,7 +6,8 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -37,14 +38,14 @@ def as_stranger(act: Callable[[], object]) -> None:
 
 
 @pytest.fixture(params=[0o777, 0o1777], ids=["open", "sticky"])
-def shared(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A folder of this user into which everybody can write."""
-    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
-        folder.chmod(folder.stat().st_mode | 0o011)  # pytest's own folders are private
-    shared_folder = tmp_path / "shared"
-    shared_folder.mkdir()
-    shared_folder.chmod(request.param)
-    return shared_folder
+def shared(request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A folder of this user into which everybody can write. Pytest's own folders are private."""
+    with tempfile.TemporaryDirectory() as folder:
+        shared_folder = Path(folder, "shared")
+        shared_folder.mkdir()
+        shared_folder.chmod(request.param)
+        Path(folder).chmod(0o755)
+        yield shared_folder
 
 
 @pytest.fixture

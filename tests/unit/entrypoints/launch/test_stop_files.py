@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -157,21 +158,22 @@ def test_folder_with_a_blank_gives_a_line_to_copy(tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to act as a second user")
-def test_mark_that_cannot_be_removed_is_refused(tmp_path):
+def test_mark_that_cannot_be_removed_is_refused():
     """A folder that this user may only read holds a mark of root, which counts."""
-    for folder in (tmp_path, *list(tmp_path.parents)[:3]):
-        folder.chmod(folder.stat().st_mode | 0o011)  # pytest's own folders are private
-    (tmp_path / stop_protocol.FOR_REQUEUE).touch()
-    pid = os.fork()
-    if pid == 0:
-        os.setuid(12345)
-        try:
-            RunFolder(path=tmp_path).clear()
-        except UsageError as error:
-            os._exit("IMGKIT_RUN_DIR" in str(error) and "Permission denied" in str(error))
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are private
+        folder = Path(name)
+        folder.chmod(0o755)
+        (folder / stop_protocol.FOR_REQUEUE).touch()
+        pid = os.fork()
+        if pid == 0:
+            os.setuid(12345)
+            try:
+                RunFolder(path=folder).clear()
+            except UsageError as error:
+                os._exit("IMGKIT_RUN_DIR" in str(error) and "Permission denied" in str(error))
+            finally:
+                os._exit(2)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def test_folder_with_the_name_of_a_mark_does_not_count(nodes, run_dir):
