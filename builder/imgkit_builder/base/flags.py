@@ -157,11 +157,11 @@ def option_arguments(kind: type[Any], request: Any) -> tuple[str, ...]:
         if isinstance(flag_value, bool):
             # A flag without a value. Its value differs from the default, so the flag was given.
             argv.append(flag_name)
-        elif isinstance(flag_value, tuple):  # the flag can be given several times
-            for item in flag_value:
-                argv += (flag_name, item)
-        else:
-            argv += (flag_name, str(flag_value))
+            continue
+        # A flag that can be given several times has a tuple as its value.
+        items = flag_value if isinstance(flag_value, tuple) else (str(flag_value),)
+        for item in items:
+            argv += (flag_name, item)
     return tuple(argv)
 
 

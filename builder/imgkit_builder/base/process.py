@@ -23,7 +23,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed, ToolMissing
@@ -268,10 +268,7 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
         try:
             pipe = program.stdout or program.stderr
             if pipe is not None:
-                copy_output = terminal.output_copier(to_err=stdout is None)
-                # os.read returns what has arrived. `pipe.read` would wait until the buffer is full.
-                for chunk in iter(lambda: os.read(pipe.fileno(), PIPE_BYTES), b""):
-                    copy_output(chunk)
+                _copy_output(pipe.fileno(), terminal.output_copier(to_err=stdout is None))
             code = program.wait()
         except KeyboardInterrupt:
             # The terminal sends Ctrl-C to the program as well, so the program ends by itself.
@@ -279,6 +276,13 @@ def run_attached(argv: Sequence[str], *, until: Callable[[], bool] | None = None
     if until is not None and code == -signal.SIGTERM:
         return 0  # `_terminate_when` has sent this signal, so the end was expected
     return code
+
+
+def _copy_output(descriptor: int, on_chunk: Callable[[bytes], None]) -> None:
+    """Call `on_chunk` with each piece of output that arrives in a pipe, until the pipe is closed."""
+    # os.read returns what has arrived. Reading from a file object would wait until its buffer is full.
+    for chunk in iter(partial(os.read, descriptor, PIPE_BYTES), b""):
+        on_chunk(chunk)
 
 
 def _terminate_when(program: subprocess.Popen[bytes], is_over: Callable[[], bool]) -> None:
@@ -370,6 +374,21 @@ def run(
     """
     command = tuple(map(str, argv))
     require_program(command[0], hint, env)
+    finished = _capture_output(command, env, cwd)
+    if check and finished.returncode != 0:
+        message = f"{command[0]} failed with exit code {finished.returncode}: {' '.join(command)}"
+        full_hint = f"its last lines:\n{finished.tail()}"
+        if hint:
+            full_hint += f"\n{hint}"
+        raise ToolFailed(message, hint=full_hint)
+    return finished
+
+
+def _capture_output(command: tuple[str, ...], env: Mapping[str, str] | None, cwd: Path | None) -> Finished:
+    """Run `command` to its end, without standard input, and return its exit code and output.
+
+    `env` and `cwd` are its environment and its working directory. None means those of this process.
+    """
     # When the deque is full, it drops the oldest chunk. All chunks but the last are full, so about the last
     # `MOST_BYTES` remain.
     chunks: collections.deque[bytes] = collections.deque(maxlen=MOST_BYTES // _CHUNK_BYTES)
@@ -392,14 +411,7 @@ def run(
     # text=True is not used: it would turn the carriage return by which a progress bar rewrites its line into
     # a line break.
     output = b"".join(chunks).decode(errors="replace").replace("\r\n", "\n")
-    finished = Finished(argv=command, returncode=process.returncode, output=output)
-    if check and finished.returncode != 0:
-        message = f"{command[0]} failed with exit code {finished.returncode}: {' '.join(command)}"
-        full_hint = f"its last lines:\n{finished.tail()}"
-        if hint:
-            full_hint += f"\n{hint}"
-        raise ToolFailed(message, hint=full_hint)
-    return finished
+    return Finished(argv=command, returncode=process.returncode, output=output)
 
 
 def read_answer(output: Generator[bytes, None, None], program: str) -> bytes:
@@ -496,30 +508,18 @@ def pump_pipes(
     assert program.stdin is not None  # noqa: S101 - for the type checker: both are pipes
     assert program.stdout is not None  # noqa: S101
     sink, source, errors = program.stdin, program.stdout, program.stderr
-    # A blocking write could wait for a program that waits for us to read its output.
-    os.set_blocking(sink.fileno(), False)
+    feeder = _InputFeeder(sink, chunks, hold=hold)
     for pipe in (sink, source):
         # Larger pipes need fewer writes. Linux refuses this once the user's pipes exceed a quota. The pipe
         # then keeps its default size.
         with contextlib.suppress(OSError, AttributeError):
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
-    # `unsent` is the part of the current chunk that still has to be written. `is_fed` means that there are no
-    # more chunks.
-    unsent = memoryview(b"")
-    is_fed = False
     pipes = [source, errors] if errors else [source]
     first_errors = last_errors = b""
     error_bytes = 0  # of standard error, since the program last read input or wrote output
     has_ended = False
     while not has_ended:
-        while not unsent and not is_fed:
-            chunk = next(chunks, None)
-            if chunk is not None:
-                unsent = memoryview(chunk)
-                continue
-            is_fed = True
-            if not hold:
-                sink.close()
+        feeder.fetch_chunk()
         # A process that the program leaves running, such as a shared connection of ssh, may keep standard
         # error open. So the loop does not wait for the end of standard error. Once the output is closed, the
         # loop polls until the program has ended. Then it reads once more what standard error still holds.
@@ -527,16 +527,9 @@ def pump_pipes(
         timeout_s = None  # wait until a pipe is ready
         if source.closed:
             timeout_s = 0.0 if has_ended else _POLL_S
-        readable, writable, _ = select.select(pipes, [sink] if unsent else [], [], timeout_s)
+        readable, writable, _ = select.select(pipes, [sink] if feeder.unsent else [], [], timeout_s)
         if writable:
-            try:
-                written_bytes = os.write(sink.fileno(), unsent)
-                unsent = unsent[written_bytes:]
-            except BrokenPipeError:
-                # The program has closed its input. Its exit code tells whether that is an error.
-                unsent = memoryview(b"")
-                is_fed = True
-                sink.close()
+            feeder.write_unsent()
         if writable or source in readable:
             # A program that makes progress may print a warning for each of many files, so it gets the full
             # limit again.
@@ -557,6 +550,51 @@ def pump_pipes(
             else:
                 pipes.remove(source)
                 source.close()
-                unsent = memoryview(b"")
-                is_fed = True
+                feeder.stop()
     return last_errors
+
+
+class _InputFeeder:
+    """Writes chunks to the standard input of a program, as far as the program reads them."""
+
+    def __init__(self, pipe: IO[bytes], chunks: Iterator[bytes], *, hold: bool) -> None:
+        """Make `pipe`, the program's input, non-blocking. With `hold`, it stays open after the last chunk."""
+        # A blocking write could wait for a program that waits for us to read its output.
+        os.set_blocking(pipe.fileno(), False)
+        self._pipe = pipe
+        self._chunks = chunks
+        self._hold = hold
+        self._is_over = False
+        """True if no further chunk is needed."""
+        self.unsent = memoryview(b"")
+        """The part of the current chunk that still has to be written."""
+
+    def fetch_chunk(self) -> None:
+        """Fetch the next chunk if the current one is written.
+
+        If there is none, close the pipe, so that the program sees the end of its input. With `hold`, the pipe
+        stays open.
+        """
+        while not self.unsent and not self._is_over:
+            chunk = next(self._chunks, None)
+            if chunk is not None:
+                self.unsent = memoryview(chunk)
+                continue
+            self._is_over = True
+            if not self._hold:
+                self._pipe.close()
+
+    def write_unsent(self) -> None:
+        """Write as much of the current chunk as the pipe takes now."""
+        try:
+            written_bytes = os.write(self._pipe.fileno(), self.unsent)
+            self.unsent = self.unsent[written_bytes:]
+        except BrokenPipeError:
+            # The program has closed its input. Its exit code tells whether that is an error.
+            self.stop()
+            self._pipe.close()
+
+    def stop(self) -> None:
+        """Drop what has not been written, and fetch no further chunk. The pipe is not closed."""
+        self.unsent = memoryview(b"")
+        self._is_over = True

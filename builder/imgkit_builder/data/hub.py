@@ -17,6 +17,7 @@ import contextlib
 import io
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,7 @@ def download(spec: DataSpec, project: Path, report: Reporter) -> DataFolder:
             _publish_snapshot(repo, Path(snapshot), path)
         # The lock is written last, so it never names a commit whose folder is missing.
         commit_of_item[spec.source] = path.name
-        lock_text = _LOCK_HEAD
-        for item, commit in sorted(commit_of_item.items()):
-            lock_text += f"{item} {commit}\n"
-        files.write_file(project / LOCK, lock_text)
+        _write_lock(project / LOCK, commit_of_item)
     except Exception as error:  # huggingface_hub raises errors of its HTTP library, which differs by version
         raise _download_error(error, spec) from error
     return folder.list_folder(spec, path)
@@ -160,6 +158,14 @@ def read_lock(file: Path) -> dict[str, str]:
         elif line and not line.startswith("#"):
             raise UsageError("this is no commit", where=f"{file}:{line_number}", hint="remove the line")
     return commit_of_item
+
+
+def _write_lock(file: Path, commit_of_item: Mapping[str, str]) -> None:
+    """Write ``hf.lock`` with one line for each item, in the form that `read_lock` reads."""
+    lock_text = _LOCK_HEAD
+    for item, commit in sorted(commit_of_item.items()):
+        lock_text += f"{item} {commit}\n"
+    files.write_file(file, lock_text)
 
 
 def _progress_bar(report: Reporter) -> type:

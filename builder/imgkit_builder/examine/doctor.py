@@ -22,6 +22,7 @@ from imgkit_builder.apptainer.rights import KernelSetting
 from imgkit_builder.base.checks import Check, Verdict, passed
 from imgkit_builder.base.sizes import size_text
 from imgkit_builder.engine import address, builders, connection
+from imgkit_builder.engine.connection import EngineFacts
 from imgkit_builder.oci.platform import emulator_problem, host_arch
 from imgkit_builder.recipe.targets import Target
 from imgkit_builder.sif import convert, mksquashfs, runtime, squash
@@ -84,14 +85,18 @@ def check_machine(
     needs_engine = purpose == "build" or (purpose == "any" and not can_convert)
     if not needs_sif:
         checks = [_as_warning(check) for check in checks]
-    # Without an engine, the runtime can build images, so the missing engine is only a warning.
-    if purpose == "build" and not can_build and can_build_sif:
-        hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
-        engine = dataclasses.replace(engine, verdict="warn", hint=hint)
     if not needs_engine:
         engine = _as_warning(engine)
+    elif purpose == "build" and not can_build and can_build_sif:
+        engine = _suggest_apptainer(engine)
     python = Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
     return (python, engine, *_check_emulation(machine, target), *checks)
+
+
+def _suggest_apptainer(engine: Check) -> Check:
+    """Return the failed check of the engine as a warning, because the runtime can build images as well."""
+    hint = f"imgkit build RECIPE --with apptainer needs no engine; {engine.hint}"
+    return dataclasses.replace(engine, verdict="warn", hint=hint)
 
 
 def _as_warning(check: Check) -> Check:
@@ -112,21 +117,26 @@ def _check_engine() -> Check:
         description = f"{error.where}: {error.what}" if error.where else error.what
         return Check("docker", "fail", description, error.hint or "")
     builder = builders.choose(facts)
-    builder_names: str = builder.name
-    buildx = builders.buildx_version()
-    # buildx is a plug-in of Docker, and imgkit does not use it with Podman.
-    if buildx and not facts.is_podman:
-        builder_names += f" or buildx {buildx}"
-    description = (
-        f"{facts.product} {facts.version}, API {facts.api}, {facts.arch}, store {facts.store}, "
-        f"builder {builder_names}, {_describe_location(facts.endpoint)}"
-    )
+    description = _describe_engine(facts, builder.name)
     if facts.free_bytes is not None:
         description += f", {size_text(facts.free_bytes)} free for images"
         if facts.free_bytes < _BUILD_SPACE_BYTES:
             hint = "an NVIDIA PyTorch image needs 20 GB, and saving it as much again; see: docker system df"
             return Check("docker", "warn", description, hint)
     return Check("docker", "ok", description, builder.note)
+
+
+def _describe_engine(facts: EngineFacts, builder_name: str) -> str:
+    """Return an engine's product, versions, builders and location as one line."""
+    builder_names = builder_name
+    buildx = builders.buildx_version()
+    # buildx is a plug-in of Docker, and imgkit does not use it with Podman.
+    if buildx and not facts.is_podman:
+        builder_names += f" or buildx {buildx}"
+    return (
+        f"{facts.product} {facts.version}, API {facts.api}, {facts.arch}, store {facts.store}, "
+        f"builder {builder_names}, {_describe_location(facts.endpoint)}"
+    )
 
 
 def _describe_location(endpoint: address.Endpoint) -> str:

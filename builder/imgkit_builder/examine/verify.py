@@ -113,19 +113,12 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
         description = sidecar.read_sidecar(path)
     except UsageError as error:
         return Check("sha256", "fail", error.what, f"{error.where}: {_COPY_AGAIN}")
-    checksum_name = sidecar.sha256_path(path).name
     summary = f"{actual} ({size_bytes} bytes)"
-    # An interrupted save may leave X.manifest.json without X.sha256, which is written last.
     if recorded_sha256 is None:
-        if description is None:
-            return Check(
-                "sha256", "warn", f"{summary}; {checksum_name} is missing", f"copy {checksum_name} as well"
-            )
-        problem, repair = sidecar.describe_incomplete(path, actual, description)
-        return Check("sha256", "fail", problem, repair)
+        return _check_without_checksum(path, actual, summary, description)
     differences = ""
     if recorded_sha256 != actual:
-        differences += f", {checksum_name} says {recorded_sha256}"
+        differences += f", {sidecar.sha256_path(path).name} says {recorded_sha256}"
     archive = description.archive if description else None
     if archive and archive.sha256 != actual:
         differences += f", {sidecar.json_path(path).name} says {archive.sha256}"
@@ -136,6 +129,26 @@ def check_checksum(path: Path, actual: str, size_bytes: int) -> Check:
     if archive and archive.size_bytes != size_bytes:
         mismatch += f"; the file has {size_bytes} of {archive.size_bytes} bytes"
     return Check("sha256", "fail", mismatch, _COPY_AGAIN)
+
+
+def _check_without_checksum(path: Path, actual: str, summary: str, description: Sidecar | None) -> Check:
+    """Return the check of a file ``X`` whose ``X.sha256`` is missing. The check fails or warns.
+
+    A save writes ``X.sha256`` last, after ``X.manifest.json``. So if only the latter exists, a save was
+    interrupted, and the check fails.
+
+    Parameters
+    ----------
+    actual : the SHA-256 digest of the file.
+    summary : the digest and the size of the file, for the message of the warning.
+    description : the content of ``X.manifest.json``, or None if that is missing, too.
+    """
+    if description is None:
+        checksum_name = sidecar.sha256_path(path).name
+        finding = f"{summary}; {checksum_name} is missing"
+        return Check("sha256", "warn", finding, f"copy {checksum_name} as well")
+    problem, repair = sidecar.describe_incomplete(path, actual, description)
+    return Check("sha256", "fail", problem, repair)
 
 
 def _check_layers(image: SelectedImage[HashedFile]) -> Check:
@@ -284,17 +297,19 @@ def _check_packages(path: Path, report: Reporter) -> Iterator[Check]:
         mismatch = f"has sha256 {actual_sha256}, the record says {stored_record.squashfs_sha256}"
     yield _make_check("content", mismatch, f"{len(stored_record.packages)} packages, sha256 {actual_sha256}")
     # ``imgkit add`` writes the file into the folder of its image.
-    image = path.with_name(stored_record.image)
+    yield _check_image_of_packages(path, path.with_name(stored_record.image))
+
+
+def _check_image_of_packages(path: Path, image: Path) -> Check:
+    """Check that the file of packages `path` was made for `image`. If there is no image, skip the check."""
     if not image.exists():
-        yield Check("image", "skip", f"{image.name} is not beside it")
-        return
+        return Check("image", "skip", f"{image.name} is not beside it")
     try:
-        # Only the errors count: it raises one if the packages were made for another image.
+        # Only the errors count. An error is raised if the packages were made for another image.
         record.read_records_for([str(path)], image)
     except UsageError as error:
-        yield Check("image", "fail", error.what, error.hint or "")
-        return
-    yield Check("image", "ok", f"{image.name}, as recorded")
+        return Check("image", "fail", error.what, error.hint or "")
+    return Check("image", "ok", f"{image.name}, as recorded")
 
 
 def _check_content(name: str, record: ImgkitRecord | None, actual: str) -> Check:

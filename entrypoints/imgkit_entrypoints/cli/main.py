@@ -16,6 +16,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from imgkit_entrypoints import __version__, fabric, facts, json_text, terminal
 from imgkit_entrypoints.cli import start
@@ -27,6 +28,7 @@ from imgkit_entrypoints.launch import plan, run_code
 from imgkit_entrypoints.launch.plan import LaunchOptions
 from imgkit_entrypoints.rules import VARIABLE_NAME
 from imgkit_entrypoints.schedulers import resolve
+from imgkit_entrypoints.schedulers.placement import PlacementRequest
 from imgkit_entrypoints.system import SystemFacts, to_json
 
 
@@ -159,28 +161,44 @@ def _run_dist_env(command: Command, argv: Sequence[str], env: Mapping[str, str])
     if options.dry_run:
         return start.launch_worker(options, Worker(argv=(), is_imgkits=True), env)
     host, system = facts.gather(env=env), facts.system_facts(env=env)
-    nnodes, head = 1, ""
-    warnings: tuple[str, ...] = ()
-    # The facts of this node are useful even without a placement. The error is printed instead of the
-    # placement.
-    try:
-        placement = start.find_placement(options.placement, env)
-        recipe = system.scheduler if system else ""
-        warnings = resolve.placement_warnings(placement, options.placement, env, recipe=recipe)
-    except ImgkitError as error:
-        placement_values: dict[str, object] = {"error": _build_error_dict(error)}
-    else:
-        nnodes, head = placement.nnodes, placement.head
-        placement_values = {**dataclasses.asdict(placement), "source": dict(placement.source)}
-    network = fabric.choose_fabric(host, system, env, nnodes=nnodes, head=head)
+    placement = _report_placement(options.placement, system, env)
+    network = fabric.choose_fabric(host, system, env, nnodes=placement.nnodes, head=placement.head)
     if parsed.shell:
         _print_exports(network, env)
     elif options.json:
-        document = _build_node_document(host, system, placement_values, network)
+        document = _build_node_document(host, system, placement.fields, network)
         terminal.print_document(json.dumps(document, indent=2) + "\n")
     else:
-        terminal.print_results(*_describe_node(host, system, placement_values, network, warnings))
+        terminal.print_results(*_describe_node(host, system, placement, network))
     return 0
+
+
+class _PlacementReport(NamedTuple):
+    """What ``dist-env`` prints about the placement of this node, and what the network depends on."""
+
+    fields: Mapping[str, object]
+    """The fields of a `Placement` (which node of which run this is), or only ``error`` if there is none."""
+    warnings: tuple[str, ...] = ()
+    nnodes: int = 1
+    head: str = ""
+    """The address of the head (node 0). Empty if there is no placement."""
+
+
+def _report_placement(
+    request: PlacementRequest, system: SystemFacts | None, env: Mapping[str, str]
+) -> _PlacementReport:
+    """Return the placement of this node with warnings about it, or the error if there is no placement.
+
+    The error is not raised, because the other facts of this node are useful even without a placement.
+    """
+    try:
+        placement = start.find_placement(request, env)
+        recipe_scheduler = system.scheduler if system else ""
+        warnings = resolve.placement_warnings(placement, request, env, recipe=recipe_scheduler)
+    except ImgkitError as error:
+        return _PlacementReport({"error": _build_error_dict(error)})
+    fields = {**dataclasses.asdict(placement), "source": dict(placement.source)}
+    return _PlacementReport(fields, warnings, placement.nnodes, placement.head)
 
 
 def _build_node_document(
@@ -219,19 +237,16 @@ def _build_node_document(
 def _describe_node(
     host: facts.HostFacts,
     system: SystemFacts | None,
-    placement: Mapping[str, object],
+    placement: _PlacementReport,
     network: fabric.FabricPlan,
-    warnings: Sequence[str],
 ) -> Iterator[str]:
     """Yield the lines of text that ``dist-env`` prints about this node.
 
     Parameters
     ----------
     system : what the image's recipe says about the cluster, or None outside of an image.
-    placement : which node of which run this is: the fields of a `Placement`, or only ``error`` if there is
-        none.
+    placement : which node of which run this is, or why that is unknown.
     network : the fabric (the kind of network) of this node, and the variables for it.
-    warnings : warnings about the placement.
     """
     yield f"host       {host.hostname}, {host.arch}, Python {host.python}"
     yield f"           {host.cpus} processors ({host.cpus_source}), {host.gpus} GPUs ({host.gpus_source})"
@@ -239,7 +254,7 @@ def _describe_node(
         yield "system     no /opt/imgkit/system.json"
     else:
         yield f"system     {system.title or system.scheduler}"
-    for key, value in placement.items():
+    for key, value in placement.fields.items():
         # Skip values that are not set or unknown.
         if value not in (None, "", (), {}):
             yield f"placement  {key}: {value}"
@@ -249,7 +264,7 @@ def _describe_node(
     for decision in network.decisions:
         # A decision that is not used is only information: the workers do not get this value.
         yield f"  {'set ' if decision.used else 'note'} {decision}"
-    for text in (*warnings, *network.warnings, *network.blockers):
+    for text in (*placement.warnings, *network.warnings, *network.blockers):
         yield f"  warn {text}"
     for finding in network.refusals:
         yield f"  refuse {finding}"

@@ -329,40 +329,20 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
     UsageError : a variable has a wrong value. Or ``--json`` is given without ``--dry-run`` to a command that
         does not print JSON.
     """
-    for name, value in vars(parsed).items():
-        if isinstance(value, _VariableValue):
-            setattr(parsed, name, value.parse(f"{command.name} --help"))
+    for attribute, option_value in vars(parsed).items():
+        if isinstance(option_value, _VariableValue):
+            setattr(parsed, attribute, option_value.parse(f"{command.name} --help"))
     if parsed.json and not parsed.dry_run and not command.prints_json:
         raise UsageError("--json needs --dry-run", hint="add --dry-run, or leave --json out")
-    placement = PlacementRequest(
-        scheduler=parsed.scheduler,
-        size=parsed.nnodes,
-        node_rank=parsed.node_rank,
-        head=parsed.head,
-        port=parsed.port,
-        direct=parsed.direct,
-        command=tuple(argv),
-    )
-    request = Request(
-        nproc=parsed.nproc,
-        device=parsed.device,
-        max_failures=parsed.max_failures,
-        start=parsed.start,
-        log_dir=parsed.log_dir,
-        binds_cpus=not parsed.no_cpu_binding,
-        is_per_node=getattr(parsed, "per_node", False),  # an option of dist-run alone
-        worker_args=tuple(getattr(parsed, "worker_arg", ())),
-    )
-    timeouts = Timeouts(
-        grace_s=parsed.grace,
-        rollcall_s=parsed.rollcall_timeout,
-        hang_after_s=parsed.hang_after,
-        lost_after_s=parsed.lost_after,
-    )
     return LaunchOptions(
-        placement=placement,
-        request=request,
-        timeouts=timeouts,
+        placement=_read_placement_request(parsed, argv),
+        request=_read_worker_request(parsed),
+        timeouts=Timeouts(
+            grace_s=parsed.grace,
+            rollcall_s=parsed.rollcall_timeout,
+            hang_after_s=parsed.hang_after,
+            lost_after_s=parsed.lost_after,
+        ),
         dry_run=parsed.dry_run,
         json=parsed.json,
         verbose=parsed.verbose,
@@ -372,6 +352,34 @@ def read_options(parsed: argparse.Namespace, command: Command, argv: Sequence[st
         preflight=parsed.preflight,
         compile_cache=parsed.compile_cache,
         keep_env=tuple(parsed.keep_env),
+    )
+
+
+def _read_placement_request(parsed: argparse.Namespace, argv: Sequence[str]) -> PlacementRequest:
+    """Return the options about the nodes of the launch. `argv` is the whole command line, for errors."""
+    return PlacementRequest(
+        scheduler=parsed.scheduler,
+        size=parsed.nnodes,
+        node_rank=parsed.node_rank,
+        head=parsed.head,
+        port=parsed.port,
+        direct=parsed.direct,
+        command=tuple(argv),
+    )
+
+
+def _read_worker_request(parsed: argparse.Namespace) -> Request:
+    """Return the options about the processes on each node."""
+    return Request(
+        nproc=parsed.nproc,
+        device=parsed.device,
+        max_failures=parsed.max_failures,
+        start=parsed.start,
+        log_dir=parsed.log_dir,
+        binds_cpus=not parsed.no_cpu_binding,
+        # Only dist-run has these two options.
+        is_per_node=getattr(parsed, "per_node", False),
+        worker_args=tuple(getattr(parsed, "worker_arg", ())),
     )
 
 

@@ -124,14 +124,19 @@ def parse_user_program(
         return options, Worker(argv=tuple(program), is_imgkits=False)
     if not parsed.module:
         _refuse_python(command, argv, program)
+    return options, Worker(argv=(*_build_python_argv(parsed), *program), is_imgkits=False)
+
+
+def _build_python_argv(parsed: argparse.Namespace) -> list[str]:
+    """Return the first arguments of a worker's command. The user's program and its arguments follow them."""
     # Without -u, Python would hold the program's output back while it is a pipe. There is no -I, as there is
     # for imgkit's own apps, because the program may need PYTHONPATH.
-    worker_argv = [sys.executable, "-u", user_program.__file__]
+    python_argv = [sys.executable, "-u", user_program.__file__]
     if parsed.pass_local_rank:
-        worker_argv.append("--pass-local-rank")
+        python_argv.append("--pass-local-rank")
     if parsed.module:
-        worker_argv.append("-m")
-    return options, Worker(argv=(*worker_argv, *program), is_imgkits=False)
+        python_argv.append("-m")
+    return python_argv
 
 
 def _refuse_python(command: Command, argv: Sequence[str], program: Sequence[str]) -> None:
@@ -217,14 +222,7 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
     placement, host = find_placement(options.placement, env), facts.gather(env=env)
     launch_plan, child_env = make_plan(options, worker, env, placement, host)
     if options.dry_run:
-        if placement.nnodes > 1 and launch_plan.mode != "direct":
-            # A dry run shows the source of the secret, but does not read or create the secret.
-            source = secret.describe_source(options.secret_file, env, shared_home=_is_home_shared(env))
-            launch_plan = dataclasses.replace(launch_plan, secret=source)
-        if options.json:
-            terminal.print_document(json.dumps(launch_plan.to_dict(), indent=2) + "\n")
-        else:
-            terminal.print_results(*launch_plan.lines())
+        _print_plan(options, launch_plan, env)
         return 0
     # The calls below change this node or this process, so these checks come before them.
     _refuse_impossible_launch(options, launch_plan)
@@ -239,6 +237,18 @@ def launch_worker(options: LaunchOptions, worker: Worker, env: Mapping[str, str]
     return _run_agent(options, launch_plan, child_env, host, run_secret)
 
 
+def _print_plan(options: LaunchOptions, launch_plan: LaunchPlan, env: Mapping[str, str]) -> None:
+    """Print the plan for ``--dry-run``, as lines of text or with ``--json`` as one JSON object."""
+    if launch_plan.placement.nnodes > 1 and launch_plan.mode != "direct":
+        # A dry run shows the source of the secret, but does not read or create the secret.
+        source = secret.describe_source(options.secret_file, env, shared_home=_is_home_shared(env))
+        launch_plan = dataclasses.replace(launch_plan, secret=source)
+    if options.json:
+        terminal.print_document(json.dumps(launch_plan.to_dict(), indent=2) + "\n")
+    else:
+        terminal.print_results(*launch_plan.lines())
+
+
 def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -> None:
     """Raise an error if options and plan contradict each other, or if this node lacks what the launch needs.
 
@@ -247,21 +257,8 @@ def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -
     NoPlan : an option needs a node agent, but the launch has none.
     UsageError : torch is missing, or a folder cannot be used.
     """
-    # On one node, --require-secret has no effect, so it is accepted in direct mode.
-    has_secret_flag = options.require_secret and launch_plan.placement.nnodes > 1
-    needing_agent = {
-        "--per-node": options.request.is_per_node,
-        "--preflight": options.preflight,
-        "--require-secret": has_secret_flag,
-        "--compile-cache": options.compile_cache is not None,
-    }
-    for flag, is_given in needing_agent.items():
-        # In direct mode, the launcher has started every rank, and this process becomes one of them.
-        if launch_plan.mode == "direct" and is_given:
-            raise NoPlan(
-                f"{flag} needs a node agent, and ranks that start without torchrun have none",
-                hint="leave out --direct, or start one process per node",
-            )
+    if launch_plan.mode == "direct":
+        _refuse_agent_options(options, launch_plan.placement.nnodes)
     if options.compile_cache is not None and launch_plan.setup.cache is None:
         raise UsageError(
             "no folder on this node's own disk or in its memory can hold compiled code",
@@ -281,6 +278,26 @@ def _refuse_impossible_launch(options: LaunchOptions, launch_plan: LaunchPlan) -
             hint="in an image: build it on a base with torch, or add torch to the recipe's image.pip; "
             "elsewhere: pip install torch",
         )
+
+
+def _refuse_agent_options(options: LaunchOptions, nnodes: int) -> None:
+    """Raise NoPlan if an option needs a node agent. In direct mode, there is none.
+
+    In this mode, the launcher has already started every rank, and this process becomes one of them.
+    """
+    needing_agent = {
+        "--per-node": options.request.is_per_node,
+        "--preflight": options.preflight,
+        # On one node, --require-secret has no effect, so it is accepted.
+        "--require-secret": options.require_secret and nnodes > 1,
+        "--compile-cache": options.compile_cache is not None,
+    }
+    for flag, is_given in needing_agent.items():
+        if is_given:
+            raise NoPlan(
+                f"{flag} needs a node agent, and ranks that start without torchrun have none",
+                hint="leave out --direct, or start one process per node",
+            )
 
 
 def _refuse_deleted_folder(env: Mapping[str, str]) -> None:
@@ -325,7 +342,6 @@ def make_plan(
     )
     cache = _find_compile_cache(options, env, host, reader)
     cache_variables = compile_cache.cache_variables(cache.folder, env) if cache else {}
-    unset = dict.fromkeys((*launch_plan.unset, *environment.unset))  # each name once, in order
     offline = internet.OfflineSettings(env={}, notes=())
     if not worker.is_imgkits:
         offline = internet.offline_settings(
@@ -336,41 +352,62 @@ def make_plan(
         )
     launch_plan = dataclasses.replace(
         launch_plan,
-        unset=tuple(unset),
+        unset=tuple(dict.fromkeys((*launch_plan.unset, *environment.unset))),  # each name once, in order
         # If several of these set the same variable, the last one takes precedence.
         env={**environment.env, **cache_variables, **offline.env, **launch_plan.env},
         setup=NodeSetup(links=launch_plan.setup.links, environment=environment, cache=cache),
     )
-    child_env = {name: value for name, value in env.items() if name not in unset}
+    child_env = _build_child_env(launch_plan, worker, env)
+    recipe_scheduler = system.scheduler if system else ""
+    placement_warnings = resolve.placement_warnings(
+        placement, options.placement, env, recipe=recipe_scheduler
+    )
+    messages = StartMessages(
+        warnings=(
+            *placement_warnings,
+            *launch_plan.messages.warnings,
+            *_warn_about_program(worker, child_env, reader),
+        ),
+        notes=(environment.text, *offline.notes) if environment.text else offline.notes,
+        hidden=launch_plan.messages.hidden | _select_hidden_messages(placement_warnings, environment, host),
+    )
+    return dataclasses.replace(launch_plan, messages=messages), child_env
+
+
+def _build_child_env(launch_plan: LaunchPlan, worker: Worker, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the complete environment of the workers: `env` with the changes of the plan."""
+    child_env = {name: value for name, value in env.items() if name not in launch_plan.unset}
     child_env |= launch_plan.env
     child_env.pop(secret.VARIABLE, None)  # only the node agent needs the secret
     if worker.is_imgkits:
         child_env.pop("PYTHONPATH", None)  # a user's module named json, for example, would break every worker
+    return child_env
+
+
+def _warn_about_program(worker: Worker, child_env: Mapping[str, str], reader: facts.Reader) -> list[str]:
+    """Return warnings about missing files of NCCL, and about folders that hide modules of the image."""
     absent = absent_files(reader, child_env)
-    odd = resolve.placement_warnings(
-        placement, options.placement, env, recipe=system.scheduler if system else ""
-    )
+    warnings = [str(fabric.Finding(what=problem, fix=fix)) for problem, fix in absent]
+    if not worker.is_imgkits:
+        warnings += _warn_shadowing_folders(child_env)
+    return warnings
+
+
+def _select_hidden_messages(
+    placement_warnings: Sequence[str], environment: host_leaks.CleanEnvironment, host: HostFacts
+) -> set[str]:
+    """Return the messages of a start that do not matter on this node, so that only ``-v`` prints them."""
+    hidden: set[str] = set()
     # Without GPUs or a fast network, this is most likely a laptop. A warning about the scheduler is useless
     # there.
     is_cluster_node = bool(host.gpus or host.rdma or host.cxi)
-    warnings = (
-        *odd,
-        *launch_plan.messages.warnings,
-        *(str(fabric.Finding(what=what, fix=fix)) for what, fix in absent),
-        *(() if worker.is_imgkits else _warn_shadowing_folders(child_env)),
-    )
-    hidden = launch_plan.messages.hidden
     if not is_cluster_node:
-        hidden |= set(odd)
-    notes = offline.notes
-    if environment.text:
-        notes = (environment.text, *notes)
+        hidden.update(placement_warnings)
     # Containers allow core dumps by default. So a note that is only about core dumps would appear at every
     # start.
     if not environment.changes_variables:
-        hidden |= {environment.text}
-    messages = StartMessages(warnings=warnings, notes=notes, hidden=hidden)
-    return dataclasses.replace(launch_plan, messages=messages), child_env
+        hidden.add(environment.text)
+    return hidden
 
 
 def _find_compile_cache(

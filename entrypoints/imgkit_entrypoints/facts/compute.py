@@ -358,25 +358,26 @@ def read_gpu_devices(reader: Reader) -> tuple[Gpu, ...]:
 
     The driver shows all GPUs of the node. Some may belong to other jobs, or may be hidden in this container.
     """
-    gpus = []
     # Addresses such as 0000:1b:00.0 have a fixed width, so sorting the texts gives CUDA's order.
-    for name in sorted(reader.names(_DRIVER_GPUS)):
-        values = {}
-        for line in (reader.text(f"{_DRIVER_GPUS}/{name}/information") or "").splitlines():
-            key, _, value = line.partition(":")  # "Device Minor: 	 0"
-            values[key] = value.strip()
-        address = name.lower()
-        link = f"{_PCI}/{address}"
-        minor = parse_digits(values.get("Device Minor", ""))
-        gpu = Gpu(
-            model=values.get("Model", ""),
-            address=address,
-            pci=pci_path(reader, link),
-            numa_node=numa_node(reader, link),
-            file="" if minor is None else f"/dev/nvidia{minor}",
-        )
-        gpus.append(gpu)
-    return tuple(gpus)
+    return tuple(_read_gpu(reader, name) for name in sorted(reader.names(_DRIVER_GPUS)))
+
+
+def _read_gpu(reader: Reader, name: str) -> Gpu:
+    """Read a GPU from the driver's folder in /proc with this `name`, which is the GPU's PCI address."""
+    values = {}
+    for line in (reader.text(f"{_DRIVER_GPUS}/{name}/information") or "").splitlines():
+        key, _, value = line.partition(":")  # "Device Minor: 	 0"
+        values[key] = value.strip()
+    address = name.lower()
+    link = f"{_PCI}/{address}"
+    minor = parse_digits(values.get("Device Minor", ""))
+    return Gpu(
+        model=values.get("Model", ""),
+        address=address,
+        pci=pci_path(reader, link),
+        numa_node=numa_node(reader, link),
+        file="" if minor is None else f"/dev/nvidia{minor}",
+    )
 
 
 def order_worker_gpus(

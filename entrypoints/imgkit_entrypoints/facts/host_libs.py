@@ -157,20 +157,24 @@ class _Search:
         if len(self.seen_names) >= _MAX_LIBRARIES:  # the host's files may be damaged
             return
         self.seen_names.add(name)
-        # In each list of folders, only the first file counts, as for the dynamic linker.
-        for folder in self.image_folders:
-            path = f"{folder}/{name}"
-            if self.reader.exists(path):
-                self.image_candidates.append(self._read(name, path, self.reader.target(path)))
-                break
+        self._add_image_library(name)
         if name in IMAGE_LIBRARIES:  # such as the C library, which must never come from the host
             return
+        # Only the file in the first folder counts, as for the dynamic linker.
         for folder in (*requester_folders, *self.host_folders):
             path = f"{folder}/{name}"
             # lexists, because a link of the host may lead to a path that only exists on the host.
             if os.path.lexists(self.reader.real_path(f"{HOST}{path}")):
                 self._add_host_library(name, path)
-                break
+                return
+
+    def _add_image_library(self, name: str) -> None:
+        """Add the image's file for the library `name`, if there is one in the image's folders."""
+        for folder in self.image_folders:
+            path = f"{folder}/{name}"
+            if self.reader.exists(path):
+                self.image_candidates.append(self._read(name, path, self.reader.target(path)))
+                return  # only the file in the first folder counts, as for the dynamic linker
 
     def _add_host_library(self, name: str, path: str) -> None:
         """Add the host's file `path` for the library `name`, and then all libraries that the file needs.
@@ -230,15 +234,16 @@ def _follow_on_host(reader: Reader, path: str) -> str:
         part = remaining.pop(0)
         if part == "/":  # a link with an absolute path starts again at the root
             resolved = PurePosixPath("/")
-        elif part == "..":
+            continue
+        if part == "..":
             resolved = resolved.parent
+            continue
+        try:
+            link = reader.real_path(f"{HOST}{resolved / part}").readlink()
+        except OSError:  # this part of the path is not a link
+            resolved /= part
         else:
-            try:
-                link = reader.real_path(f"{HOST}{resolved / part}").readlink()
-            except OSError:  # this part of the path is not a link
-                resolved /= part
-            else:
-                remaining = [*PurePosixPath(link).parts, *remaining]
+            remaining = [*PurePosixPath(link).parts, *remaining]
     return ""
 
 
@@ -252,19 +257,9 @@ def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]
     ------
     UsageError : `CUDA_COMPAT` is none of ``none``, ``major`` and ``auto``.
     """
-    rules = get_args(CompatRule)
-    user_rule = env.get(CUDA_COMPAT, "")
-    if user_rule and user_rule not in rules:
-        raise UsageError(f"{user_rule!r} is none of {', '.join(rules)}", where=CUDA_COMPAT)
-    rule = user_rule or recipe.runtime.cuda_compat
+    rule, source = _choose_compat_rule(recipe, env)
     if rule == "none":
         return None
-    if user_rule:
-        source = f"{CUDA_COMPAT}={user_rule}"
-    elif rule == "auto":
-        source = f"{SYSTEM_JSON}: runtime.cuda_compat auto"
-    else:
-        source = "the default"
     # Whether the libraries are used is decided later, when the versions of CUDA and the driver are compared.
     compat_folders = _find_cuda_folders(reader, _COMPAT_FOLDERS)
     folder = compat_folders[0] if compat_folders else ""
@@ -275,6 +270,20 @@ def find_cuda_compat(reader: Reader, recipe: SystemFacts, env: Mapping[str, str]
         target=reader.target(f"{folder}/libcuda.so.1") if folder else "",
         cuda_folders=_find_cuda_folders(reader, software.library_folders(reader, env)),
     )
+
+
+def _choose_compat_rule(recipe: SystemFacts, env: Mapping[str, str]) -> tuple[str, str]:
+    """Return the rule for CUDA's forward compatibility, ``none``, ``major`` or ``auto``, and its source."""
+    rules = get_args(CompatRule)
+    user_rule = env.get(CUDA_COMPAT, "")
+    if user_rule and user_rule not in rules:
+        raise UsageError(f"{user_rule!r} is none of {', '.join(rules)}", where=CUDA_COMPAT)
+    if user_rule:
+        return user_rule, f"{CUDA_COMPAT}={user_rule}"
+    rule = recipe.runtime.cuda_compat
+    if rule == "major":
+        return rule, "the default"
+    return rule, f"{SYSTEM_JSON}: runtime.cuda_compat {rule}"
 
 
 def _find_cuda_folders(reader: Reader, folders: Sequence[str]) -> tuple[str, ...]:

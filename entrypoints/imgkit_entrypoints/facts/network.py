@@ -44,27 +44,31 @@ def read_interfaces(reader: Reader) -> tuple[Interface, ...]:
 
 def read_routes(reader: Reader) -> tuple[Route, ...]:
     """Return the IPv4 routes of /proc/net/route that are up. Lines that cannot be parsed are left out."""
-    routes = []
-    # The first line is a header. "eth0  0000000A  00000000  0001  0  0  100  00FFFFFF ..." is the route to
-    # 10.0.0.0/24.
-    for line in (reader.text("/proc/net/route") or "").splitlines()[1:]:
-        try:
-            interface, network, gateway, flags, _, _, metric, mask, *_ = line.split()
-            subnet = ipaddress.ip_network(
-                f"{_parse_route_address(network)}/{_parse_route_address(mask)}", strict=False
-            )
-            is_up = int(flags, 16) & 1  # RTF_UP
-            route = Route(
-                interface=interface,
-                network=str(subnet),
-                gateway=_parse_route_address(gateway),
-                metric=int(metric),
-            )
-        except ValueError:
-            continue
-        if is_up:
-            routes.append(route)
-    return tuple(routes)
+    lines = (reader.text("/proc/net/route") or "").splitlines()
+    routes = [_parse_route(line) for line in lines[1:]]  # the first line is a header
+    return tuple(route for route in routes if route is not None)
+
+
+def _parse_route(line: str) -> Route | None:
+    """Return the route in a line of /proc/net/route, or None if it is not up or the line cannot be parsed.
+
+    For example, ``eth0 0000000A 00000000 0001 0 0 100 00FFFFFF 0 0 0`` is a route to 10.0.0.0/24.
+    """
+    try:
+        interface, network, gateway, flags, _, _, metric, mask, *_ = line.split()
+        subnet = ipaddress.ip_network(
+            f"{_parse_route_address(network)}/{_parse_route_address(mask)}", strict=False
+        )
+        is_up = int(flags, 16) & 1  # RTF_UP
+        route = Route(
+            interface=interface,
+            network=str(subnet),
+            gateway=_parse_route_address(gateway),
+            metric=int(metric),
+        )
+    except ValueError:
+        return None
+    return route if is_up else None
 
 
 def _parse_route_address(text: str) -> str:
