@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -91,11 +91,7 @@ def verb_save(
     lines = [f"{target}  {saved.size_bytes / 1e6:.1f} MB  sha256 {saved.sha256}"]
     if facts.manifest and facts.manifest.base.standin:
         lines.append("a STAND-IN without NVIDIA's software: for tests only, not for a cluster")
-    cluster = facts.system.title if facts.system and facts.system.title else "the cluster"
-    lines += [f"copy it:    {commands['copy']}", f"on {cluster}:"]
-    for step in ("module", "verify", "convert"):
-        if commands[step]:
-            lines.append(f"            {commands[step]}")
+    lines += _format_commands(commands, facts.system)
     data = {
         "image": dataclasses.asdict(facts.image),
         "archive": dataclasses.asdict(facts.archive) | {"path": target},
@@ -167,6 +163,19 @@ def _next_commands(archive: Path, system: SystemFacts | None) -> dict[str, str]:
         "verify": shlex.join(["sha256sum", "-c", checksum_file.name]),
         "convert": shlex.join(_conversion_argv(archive.name, system)),
     }
+
+
+def _format_commands(commands: Mapping[str, str], system: SystemFacts | None) -> list[str]:
+    """Return the lines that show the result of `_next_commands` to the user, without the empty commands.
+
+    `system` is the cluster that the image is for, or None if it is unknown.
+    """
+    cluster = system.title if system and system.title else "the cluster"
+    lines = [f"copy it:    {commands['copy']}", f"on {cluster}:"]
+    for step in ("module", "verify", "convert"):
+        if commands[step]:
+            lines.append(f"            {commands[step]}")
+    return lines
 
 
 def _copy_destination(system: SystemFacts | None) -> str:

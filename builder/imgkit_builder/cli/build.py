@@ -86,29 +86,19 @@ def verb_build(
       imgkit build mn5 --with apptainer --base-from pytorch.tar
       imgkit build mn5 --with apptainer --submit -A bsc98 --time 1h
     """
-    for flag in flags_in(options):
-        if flag in NOT_WITH[options.program]:
-            raise UsageError(f"{flag} cannot be used --with {options.program}", where=flag, hint="omit it")
+    _refuse_with_program(options, submit=job.submit)
     if job.submit:
         from imgkit_builder.jobs.conversion import prepare_build
 
-        if options.program != "apptainer":
-            message = "--submit cannot be used --with docker"
-            raise UsageError(message, where="--submit", hint="--with apptainer")
         prepared = prepare_build(recipe, job.request, options, verbose=verbose)
         submit_job(prepared, job, dry_run=dry_run, as_json=as_json)
         return
     refuse_without_submit(job)
-    # All four functions take the recipe, the options and the reporter.
-    run: Callable[..., Any]
-    if options.program == "docker":
-        run = build.plan if dry_run else build.build
-    else:
-        run = build.plan_sif if dry_run else build.build_sif
+    build_or_plan = _choose_function(options.program, dry_run=dry_run)
 
     def run_build(large: bool) -> Any:
         with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
-            return run(recipe, dataclasses.replace(options, large=large), report=report)
+            return build_or_plan(recipe, dataclasses.replace(options, large=large), report=report)
 
     result = confirm_large_code(run_build, large=options.large, may_ask=not as_json)
     if dry_run:
@@ -118,6 +108,26 @@ def verb_build(
         _show_image(result, _next_command(recipe, options.tag, result.runtime), as_json=as_json)
     else:
         _show_sif(result, options.output or Path(result.path.name), as_json=as_json)
+
+
+def _refuse_with_program(options: BuildOptions, *, submit: bool) -> None:
+    """Raise UsageError if an option, or ``--submit``, cannot be used with the value of ``--with``."""
+    for flag in flags_in(options):
+        if flag in NOT_WITH[options.program]:
+            raise UsageError(f"{flag} cannot be used --with {options.program}", where=flag, hint="omit it")
+    if submit and options.program != "apptainer":
+        message = "--submit cannot be used --with docker"
+        raise UsageError(message, where="--submit", hint="--with apptainer")
+
+
+def _choose_function(program: str, *, dry_run: bool) -> Callable[..., Any]:
+    """Return the function that builds with `program`, the value of ``--with``, or that plans the build.
+
+    All four functions take the recipe, the options and the reporter.
+    """
+    if program == "docker":
+        return build.plan if dry_run else build.build
+    return build.plan_sif if dry_run else build.build_sif
 
 
 def _show_plan(plan: ImagePlan | SifPlan, *, as_json: bool) -> None:

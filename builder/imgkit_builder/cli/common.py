@@ -44,11 +44,12 @@ def complete_names(incomplete: str) -> list[str]:
     folder_paths = []
     file_paths = []
     for path in sorted(Path(folder + slash).glob("*")):
-        if path.name.startswith(start):
-            if path.is_dir():
-                folder_paths.append(f"{path}/")
-            if path.name.endswith(_COMPLETED_SUFFIXES):
-                file_paths.append(str(path))
+        if not path.name.startswith(start):
+            continue
+        if path.is_dir():
+            folder_paths.append(f"{path}/")
+        if path.name.endswith(_COMPLETED_SUFFIXES):
+            file_paths.append(str(path))
     return [*matching_recipes, *folder_paths, *file_paths]
 
 

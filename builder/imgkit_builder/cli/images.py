@@ -24,7 +24,7 @@ from imgkit_builder.cli.jobs import connect_to, scheduler_runner
 from imgkit_builder.cli.options import field_option
 from imgkit_builder.cli.progress import reporter
 from imgkit_builder.jobs import job_status, quoting, records, systems
-from imgkit_builder.jobs.submitted import FINAL_STATES, SubmittedJob
+from imgkit_builder.jobs.submitted import FINAL_STATES, QueuedJob, SubmittedJob
 from imgkit_builder.jobs.systems import JobShell
 from imgkit_builder.sif.conversion import Options
 from imgkit_builder.workflow.images import ShellCommand, shell_command, smoke_test
@@ -93,12 +93,12 @@ def verb_shell(
     if job and image:
         hint = f"imgkit shell --job {job}"
         raise UsageError("--job takes its image from the job", where="IMAGE", hint=hint)
+    if not job and not image:
+        hint = "imgkit shell mn5.sif, or imgkit shell --job ID"
+        raise UsageError("no image and no job was given", where="imgkit shell", hint=hint)
     if job:
         _refuse_flags({"--host": host, "--workdir": workdir, "--packages": packages}, "--job")
         shell: JobShell | ShellCommand = _job_shell(job, node, must_run=not dry_run)
-    elif not image:
-        hint = "imgkit shell mn5.sif, or imgkit shell --job ID"
-        raise UsageError("no image and no job was given", where="imgkit shell", hint=hint)
     else:
         _refuse_flags({"--node": node}, "an image")
         shell = shell_command(image, host=host, workdir=workdir, packages=packages)
@@ -147,6 +147,14 @@ def _job_shell(job_id: str, node: str, *, must_run: bool) -> JobShell:
     shell = systems.get_system(job.system).shell_command(job, command_line, node)
     if must_run:
         _refuse_idle_job(record)
+    _refuse_second_container(job, shell)
+    if not job.remote:
+        return shell
+    return dataclasses.replace(shell, argv=connect_to(job.remote).interactive(shell.argv))
+
+
+def _refuse_second_container(job: QueuedJob, shell: JobShell) -> None:
+    """Raise UsageError if `shell` needs a second container, and the job's runtime cannot start one."""
     # Under Slurm, a shell needs a container of its own. In a pod, it runs in the job's container.
     needs_new_container = shell.description == systems.NEW_CONTAINER
     # `job.shell_line` starts that container. It is empty if the runtime cannot start a second one.
@@ -157,9 +165,6 @@ def _job_shell(job_id: str, node: str, *, must_run: bool) -> JobShell:
             where="--job",
             hint="imgkit run --interactive opens one in a job of its own",
         )
-    if not job.remote:
-        return shell
-    return dataclasses.replace(shell, argv=connect_to(job.remote).interactive(shell.argv))
 
 
 def _refuse_idle_job(record: SubmittedJob) -> None:

@@ -60,16 +60,21 @@ def verb_status(
             data["gpu_use"] = dataclasses.asdict(gpu_report)
         print_result(data, as_json=True)
         return
+    _print_report(report)
+    if gpu_report:
+        terminal.print_results(gpu_use.describe(gpu_report))
+
+
+def _print_report(report: JobReport) -> None:
+    """Print the scheduler's output about a job, and why the job waits or how it has ended."""
     if report.argv:
-        print_message(f"{_remote_prefix(record)}{shlex.join(report.argv)}")
+        print_message(f"{_remote_prefix(report.record)}{shlex.join(report.argv)}")
         # On a terminal, this replaces control characters in the output of the scheduler.
         terminal.output_copier()(report.text.encode())
     if report.has_ended:
         terminal.print_results(job_status.ending_text(report))
     elif report.record.state == "waiting":
-        terminal.print_results(job_status.waiting_text(record.job, report.wait))
-    if gpu_report:
-        terminal.print_results(gpu_use.describe(gpu_report))
+        terminal.print_results(job_status.waiting_text(report.record.job, report.wait))
 
 
 def _show_own_jobs(*, as_json: bool) -> None:
@@ -231,14 +236,11 @@ def follow_job(record: SubmittedJob) -> int:
         raise Cut(error.what, where=error.where, hint=f"{continue_hint}\n{error.hint}") from error
     save_new_state(record, report.record)  # for `imgkit runs`, which asks no scheduler
     print_message(job_status.ending_text(report))
-    state = report.record.state
-    # "ended" means that the job has ended, but its result is unknown.
-    if state in ("succeeded", "ended"):
-        return 0
-    if state == "failed":
+    if report.record.state == "failed":
         for hint in job_status.failure_hints(report, run):
             print_message(hint)
-    return EXIT_NO
+    # "ended" means that the job has ended, but its result is unknown.
+    return 0 if report.record.state in ("succeeded", "ended") else EXIT_NO
 
 
 def _follow_to_end(record: SubmittedJob, run: Callable[[Sequence[str]], Finished]) -> JobReport:

@@ -67,10 +67,8 @@ def with_options(verb: Verb, *, quiet: bool = False) -> Verb:
             requests[name] = _FieldOptions(name, kind, omitted)
             parameters += requests[name].parameters()
         elif typing.get_origin(kind) is tuple:
-            system_requests[name] = []
-            for index, flags_class in enumerate(_flags_of_systems(quiet=quiet)):
-                field_options = _FieldOptions(f"{name}_{index}", flags_class)
-                system_requests[name].append(field_options)
+            system_requests[name] = _list_system_options(name, quiet=quiet)
+            for field_options in system_requests[name]:
                 parameters += field_options.parameters()
         else:
             parameters.append(parameter.replace(kind=_KEYWORD_ONLY))
@@ -186,6 +184,12 @@ class _FieldOptions:
                 value_of_field[flag.field] = option_value
         # Some fields belong to a nested request of `owner`, so they are no arguments of `owner` itself.
         return replace_fields(self.owner(), value_of_field)
+
+
+def _list_system_options(prefix: str, *, quiet: bool) -> list[_FieldOptions]:
+    """Return the options for the flags of each system (scheduler). `quiet` is that of `with_options`."""
+    flag_classes = _flags_of_systems(quiet=quiet)
+    return [_FieldOptions(f"{prefix}_{index}", flags) for index, flags in enumerate(flag_classes)]
 
 
 class GroupedCommand(TyperCommand):

@@ -70,16 +70,8 @@ class PlainReporter(Reporter):
         if now - self._printed_s < PLAIN_EVERY_S:
             return
         self._printed_s = now
-        text = f"{self._stage}: {done_bytes / 1e6:.0f} MB"
-        if total_bytes:
-            text += f" of {total_bytes / 1e6:.0f} MB"
         bytes_per_s = done_bytes / (now - self._start_s)  # at least `PLAIN_EVERY_S` after the start
-        if bytes_per_s > 1e6:  # below 1 MB/s the engine is still preparing its stream
-            text += f", {bytes_per_s / 1e6:.0f} MB/s"
-            if total_bytes:
-                remaining_bytes = max(total_bytes - done_bytes, 0)
-                text += f", {remaining_bytes / bytes_per_s:.0f} s left"
-        self._print(text)
+        self._print(f"{self._stage}: {_format_bytes(done_bytes, total_bytes, bytes_per_s)}")
 
     def line(self, text: str) -> None:
         if self._verbose:
@@ -90,6 +82,23 @@ class PlainReporter(Reporter):
 
     def _print(self, text: str) -> None:
         terminal.print_messages(f"imgkit: {text}")
+
+
+def _format_bytes(done_bytes: int, total_bytes: int | None, bytes_per_s: float) -> str:
+    """Return the progress of a stage as text: ``512 MB of 2048 MB, 64 MB/s, 24 s left``.
+
+    The total and the remaining time are left out if `total_bytes` is None or 0.
+    """
+    text = f"{done_bytes / 1e6:.0f} MB"
+    if total_bytes:
+        text += f" of {total_bytes / 1e6:.0f} MB"
+    if bytes_per_s <= 1e6:  # the engine is still preparing its stream
+        return text
+    text += f", {bytes_per_s / 1e6:.0f} MB/s"
+    if total_bytes:
+        remaining_bytes = max(total_bytes - done_bytes, 0)
+        text += f", {remaining_bytes / bytes_per_s:.0f} s left"
+    return text
 
 
 class JsonReporter(Reporter):

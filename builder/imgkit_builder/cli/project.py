@@ -118,14 +118,20 @@ def verb_init(
     if added_lines:
         lines.append(f"added  {' '.join(added_lines)} to {folder / new_folder.GITIGNORE}")
     if pip is not None and folder / options.recipe_file in paths:
-        lines += [f"pip    {step}" for step in pip.steps]
-        if pip.left_out:
-            lines.append(f"omits  {', '.join(pip.left_out)}")
+        lines += _format_pip_steps(pip)
     notice = _left_out_notice(folder) if mounts_code else ""
     if notice:
         lines.append(f"note   {notice}")
     lines += [f"next   {step}" for step in next_steps]
     print_result({"files": paths, "remote": remote, "recipe": recipe}, *lines, as_json=as_json)
+
+
+def _format_pip_steps(proposal: program.PipProposal) -> list[str]:
+    """Return a line for each pip step of a new recipe, and a line with the packages that it leaves out."""
+    lines = [f"pip    {step}" for step in proposal.steps]
+    if proposal.left_out:
+        lines.append(f"omits  {', '.join(proposal.left_out)}")
+    return lines
 
 
 def _left_out_notice(folder: Path) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
 
@@ -175,33 +175,52 @@ def verb_check(
     rows = []
     exit_code = 0
     for file in files:
-        warnings, error = _find_problems(file, strict=strict)
-        verdict, file_exit_code = "ok", 0
-        if error:
-            verdict, file_exit_code = "bad", EXIT_USAGE
-        elif strict and warnings:
-            verdict, file_exit_code = "warn", EXIT_NO
+        findings = _find_problems(file, strict=strict)
+        file_exit_code = findings.exit_code(strict=strict)
         # The worst recipe decides about the exit code of the verb.
         exit_code = max(exit_code, file_exit_code)
         rows.append(
             {
                 "recipe": file,
-                "passed": verdict == "ok",
-                "problems": _problems_to_dicts(error) if error else [],
-                "warnings": [problem_data(warning) for warning in warnings],
+                "passed": file_exit_code == 0,
+                "problems": _problems_to_dicts(findings.error) if findings.error else [],
+                "warnings": [problem_data(warning) for warning in findings.warnings],
             }
         )
         if not as_json:
-            error_lines = f"imgkit: {error}".split("\n") if error else ()
-            terminal.print_messages(*warning_lines(warnings), *error_lines)
-            terminal.print_results(f"{verdict:4} {file}")
+            _print_findings(findings)
+            terminal.print_results(f"{_VERDICTS[file_exit_code]:4} {file}")
     if as_json:
         print_result({"passed": not exit_code, "recipes": rows}, as_json=True)
     raise typer.Exit(exit_code)
 
 
-def _find_problems(file: str, *, strict: bool) -> tuple[Sequence[Problem], UsageError | None]:
-    """Load the recipe `file`, and return its warnings and its error. The error is None for a correct recipe.
+class _Findings(NamedTuple):
+    """What the check of a recipe has found."""
+
+    warnings: Sequence[Problem]
+    error: UsageError | None
+    """None for a correct recipe."""
+
+    def exit_code(self, *, strict: bool) -> int:
+        """Return the exit code for this recipe. Warnings count only with `strict`."""
+        if self.error:
+            return EXIT_USAGE
+        return EXIT_NO if strict and self.warnings else 0
+
+
+_VERDICTS = {0: "ok", EXIT_NO: "warn", EXIT_USAGE: "bad"}
+"""Exit code for a recipe -> the word that is printed before its name."""
+
+
+def _print_findings(findings: _Findings) -> None:
+    """Print the warnings and the error of a recipe on stderr."""
+    error_lines = f"imgkit: {findings.error}".split("\n") if findings.error else ()
+    terminal.print_messages(*warning_lines(findings.warnings), *error_lines)
+
+
+def _find_problems(file: str, *, strict: bool) -> _Findings:
+    """Load the recipe `file`, and return its warnings and its error.
 
     With `strict`, there are also warnings about values that affect a machine outside of the image, such as
     folders of a machine that jobs can access.
@@ -215,8 +234,8 @@ def _find_problems(file: str, *, strict: bool) -> tuple[Sequence[Problem], Usage
         refuse_unpackable_code(recipe)
     except UsageError as error:
         # Warnings that were found before the error are still worth printing.
-        return warnings, error
-    return warnings, None
+        return _Findings(warnings, error)
+    return _Findings(warnings, error=None)
 
 
 def _problems_to_dicts(error: UsageError) -> list[dict[str, Any]]:

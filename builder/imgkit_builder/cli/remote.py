@@ -162,6 +162,13 @@ def gc(
         removed_paths = collector.remove_unused(remote_connection, unused)
     if unused.unknown:
         print_message(f"what any job there names counts as in use: {'; '.join(unused.unknown)}")
+    if not unused.folders:
+        lines = [f"nothing is unused; {unused.used} in use"]
+    elif delete:
+        lines = _removal_lines(unused, removed_paths)
+    else:
+        lines = _unused_lines(unused)
+        lines.append(f"next: imgkit remote gc {name} --days {days} --delete")
     rows = []
     for folder in unused.folders:
         row = {"path": folder.path, "bytes": folder.size_bytes, "last_used": int(folder.used_s)}
@@ -173,16 +180,14 @@ def gc(
         "in_use": unused.used,
         "unused": rows,
     }
-    lines = [_format_folder(folder) for folder in unused.folders]
-    if not unused.folders:
-        lines.append(f"nothing is unused; {unused.used} in use")
-    elif delete:
-        lines = _removal_lines(unused, removed_paths)
-    else:
-        size = size_text(sum(folder.size_bytes for folder in unused.folders))
-        lines.append(f"{len(unused.folders)} unused, {size}; {unused.used} in use")
-        lines.append(f"next: imgkit remote gc {name} --days {days} --delete")
     print_result(data, *lines, as_json=as_json)
+
+
+def _unused_lines(unused: collector.Unused) -> list[str]:
+    """Return a line for each folder that is unused, and a last line with their total size."""
+    folder_lines = [_format_folder(folder) for folder in unused.folders]
+    size = size_text(sum(folder.size_bytes for folder in unused.folders))
+    return [*folder_lines, f"{len(unused.folders)} unused, {size}; {unused.used} in use"]
 
 
 def _removal_lines(unused: collector.Unused, removed_paths: Collection[str]) -> list[str]:

@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import typer
 
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from imgkit_builder.jobs.job import Job, Script
     from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.remote.config import Remote
+    from imgkit_builder.jobs.remote.fetch import Fetched
     from imgkit_builder.jobs.submitted import SubmittedJob
     from imgkit_builder.jobs.transport import Transport
     from imgkit_builder.project.origins import ValueSource
@@ -234,7 +235,6 @@ def _run_job(options: _Options, flags: JobRequest) -> None:
     ----------
     flags : the request with the values of flags only.
     """
-    from imgkit_builder.base import process
     from imgkit_builder.jobs import handle, submit
 
     inputs = read_inputs(options, flags)
@@ -258,16 +258,26 @@ def _run_job(options: _Options, flags: JobRequest) -> None:
     # This is a job on a list of hosts (--hosts). imgkit itself starts it over ssh.
     if script.host_commands:
         raise typer.Exit(_run_on_hosts(script))
-    # The script runs in the foreground, so it replaces this process.
     if record is None:
-        if ready.job.is_interactive:
-            _show_comments(script)
-        on_remote = f"on {transport.name}: " if remote else ""
-        print_message(f"{on_remote}{shlex.join(script.submit)}")
-        # The job's directory exists only on the machine that runs the job.
-        folder = Path() if remote else ready.job.directory
-        process.replace_process(transport.foreground_argv(ready.job, script), cwd=folder)
+        _run_in_foreground(ready, transport, remote)
     show_submitted(record, ready, detach=options.detach, as_json=options.as_json)
+
+
+def _run_in_foreground(ready: PreparedJob, transport: Transport, remote: Remote | None) -> NoReturn:
+    """Replace this process by the command of the job, which takes over the terminal.
+
+    `remote` is None for a job on this machine.
+    """
+    from imgkit_builder.base import process
+
+    script = ready.script
+    if ready.job.is_interactive:
+        _show_comments(script)
+    on_remote = f"on {transport.name}: " if remote else ""
+    print_message(f"{on_remote}{shlex.join(script.submit)}")
+    # The job's directory exists only on the machine that runs the job.
+    folder = Path() if remote else ready.job.directory
+    process.replace_process(transport.foreground_argv(ready.job, script), cwd=folder)
 
 
 def _check_interactive(options: _Options) -> None:
@@ -595,6 +605,11 @@ def verb_fetch(
     with reporter(as_json=as_json) as report:
         fetched = fetch.fetch_run(connection, record, folder, checkpoints=checkpoints, report=report)
     records.save_record(record)  # imgkit runs finds the folder
+    _show_fetched(fetched, folder, as_json=as_json)
+
+
+def _show_fetched(fetched: Fetched, folder: Path, *, as_json: bool) -> None:
+    """Print how many files of a run were fetched into `folder`, and the command that uploads W&B's files."""
     text = f"{folder}  {len(fetched.new)} of {fetched.files} files were new, {fetched.bytes / 1e6:.1f} MB"
     data = {
         "folder": str(folder),

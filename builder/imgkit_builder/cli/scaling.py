@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -27,8 +27,11 @@ from imgkit_entrypoints import terminal
 from imgkit_entrypoints.errors import EXIT_NO, UsageError
 
 if TYPE_CHECKING:
+    from imgkit_builder.base.progress import Reporter
     from imgkit_builder.jobs.prepared import PreparedJob
     from imgkit_builder.jobs.remote.config import Remote
+    from imgkit_builder.jobs.scaling import ScalingRun
+    from imgkit_builder.jobs.transport import Transport
 
 COMMAND_CLASSES = {"scaling": JobCommand}
 
@@ -67,14 +70,13 @@ def verb_scaling(
       imgkit scaling --on mn5 --nodes 1,2,4 --time 10m -- dist-bench --size 1G
       imgkit scaling --continue mn5-scaling-4711
     """
-    from imgkit_builder.base.process import INTERRUPTED
     from imgkit_builder.jobs import handle, scaling
     from imgkit_builder.jobs.transport import Transport
 
     options = dataclasses.replace(options, recipe=recipe)
     flags = request.changed(command=context.meta[COMMAND])
     planned: list[PreparedJob] = []
-    transport = Transport()
+    transport = Transport()  # only used for new jobs
     if folder is not None:
         _refuse_with_continue(nodes, options, flags)
         scaling.load_report(folder)  # a folder without a report is refused before anything is printed
@@ -86,40 +88,68 @@ def verb_scaling(
         transport = handle.transport_to(remote, planned[-1], may_ask=may_ask())
         transport.login()
     with exit_on_sigterm(), reporter(as_json=options.as_json) as report:
-        try:
-            if planned:
-                for report_folder, run in scaling.submit_sizes(planned, transport, report):
-                    folder = report_folder
-                    size = run.sizes[0]  # the sizes are submitted from the largest to the smallest
-                    report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
-            # The folder is known here: it was given by --continue, or `submit_sizes` has yielded it.
-            assert folder is not None  # noqa: S101 - `submit` yields it, or raises
-            command = f"imgkit scaling --continue {shlex.quote(str(folder))}"
-            if options.detach:
-                result = scaling.load_report(folder)
-            else:
-                report.note(f"Ctrl-C leaves the jobs; {command} goes on")
-                result = scaling.finish_report(folder, report)
-        except KeyboardInterrupt:
-            if folder is None:
-                raise  # no job was submitted
-            print_message(f"the jobs continue: {' '.join(scaling.load_report(folder).pending_jobs)}")
-            raise typer.Exit(INTERRUPTED) from None
+        if folder is None:
+            folder = _submit_jobs(planned, transport, report)
+        command = f"imgkit scaling --continue {shlex.quote(str(folder))}"
+        if options.detach:
+            result = scaling.load_report(folder)
+        else:
+            report.note(f"Ctrl-C leaves the jobs; {command} goes on")
+            result = _finish_report(folder, report)
     data = {**dataclasses.asdict(result), "folder": str(folder)}
     if options.detach:
         print_result(data, str(folder), as_json=options.as_json)
         print_message(f"once the jobs have ended: {command}")
         return
-    print_result(
-        data,
-        *format_columns(scaling.table_rows(result)),
-        *scaling.verdict_sentences(result),
-        as_json=options.as_json,
-    )
+    lines = (*format_columns(scaling.table_rows(result)), *scaling.verdict_sentences(result))
+    print_result(data, *lines, as_json=options.as_json)
     print_message(str(folder / scaling.PAGE_FILE))
     # The report is written all the same, but scripts should notice that it has gaps.
     if not all(size.is_complete for size in result.sizes):
         raise typer.Exit(EXIT_NO)
+
+
+def _submit_jobs(planned: Sequence[PreparedJob], transport: Transport, report: Reporter) -> Path:
+    """Submit the jobs, and return the folder of their report.
+
+    After Ctrl-C, jobs that have been submitted continue, and imgkit exits.
+    """
+    from imgkit_builder.jobs import scaling
+
+    folder: Path | None = None
+    try:
+        for report_folder, run in scaling.submit_sizes(planned, transport, report):
+            folder = report_folder
+            size = run.sizes[0]  # the sizes are submitted from the largest to the smallest
+            report.note(f"{scaling.nodes_text(size.nodes)}: {size.job or size.state}")
+    except KeyboardInterrupt:
+        if folder is None:
+            raise  # no job was submitted
+        _exit_interrupted(folder)
+    assert folder is not None  # noqa: S101 - `submit_sizes` yields it, or raises
+    return folder
+
+
+def _finish_report(folder: Path, report: Reporter) -> ScalingRun:
+    """Wait for the jobs of the report in `folder`, and return its content.
+
+    After Ctrl-C, the jobs continue, and imgkit exits.
+    """
+    from imgkit_builder.jobs import scaling
+
+    try:
+        return scaling.finish_report(folder, report)
+    except KeyboardInterrupt:
+        _exit_interrupted(folder)
+
+
+def _exit_interrupted(folder: Path) -> NoReturn:
+    """Print which jobs of the report in `folder` continue, and exit with the exit code of Ctrl-C."""
+    from imgkit_builder.base.process import INTERRUPTED
+    from imgkit_builder.jobs import scaling
+
+    print_message(f"the jobs continue: {' '.join(scaling.load_report(folder).pending_jobs)}")
+    raise typer.Exit(INTERRUPTED) from None
 
 
 def _refuse_with_continue(nodes: str, options: JobOptions, flags: JobRequest) -> None:

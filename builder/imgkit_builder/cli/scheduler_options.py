@@ -246,9 +246,7 @@ def _find_foreign_options(args: Sequence[str], own_options: Mapping[str, bool]) 
             yield from _split_pbs_resources(flag, value or next_argument)
         elif re.match("--?[A-Za-z]", flag):
             # It is unknown whether this option takes a value. An argument with a dash is the next option.
-            possible_value = next_argument
-            if next_argument.startswith("-"):
-                possible_value = ""
+            possible_value = "" if next_argument.startswith("-") else next_argument
             yield TypedOption(flag=flag, name=flag, value=value, next_argument=possible_value)
 
 

@@ -95,7 +95,14 @@ def verb_sif(
         return
     with exit_on_sigterm(), reporter(as_json=as_json, verbose=verbose) as report:
         converted = convert(image, output, request, report=report)
-    target = output or Path(converted.path.name)
+    _show_converted(converted, output or Path(converted.path.name), as_json=as_json)
+
+
+def _show_converted(converted: Converted, target: Path, *, as_json: bool) -> None:
+    """Print the file that a conversion has written, the seconds of each stage, and the command to run next.
+
+    `target` is the path to show for the file: the value of ``--output``, or its name in the current folder.
+    """
     next_command = sif_command(target) if converted.format == "sif" else _make_sqsh_command(converted.path)
     result = dataclasses.asdict(converted)
     lines = result_lines(converted, target, up_to_date=converted.up_to_date)

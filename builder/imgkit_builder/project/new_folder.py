@@ -99,20 +99,7 @@ def file_texts(options: NewFolder) -> Mapping[str, str]:
     If the folder has Python files, there is no example program. Then the files name the packages and the
     command of the folder's own program.
     """
-    parent = options.parent
-    template_values = {
-        "name": options.name,
-        "remote": options.remote,
-        "parent": _make_parent_reference(options),
-        "description": f"{options.name}, on {parent.title}",
-        "required": _find_required_keys(parent),
-        "command": _job_command(options),
-        "programs": program.find_start_scripts(options.folder),
-        "copies": options.copies_code,
-        "unfit_reason": options.unfit_reason,
-        "pip": program.pip_steps(options.folder, editable=not options.copies_code),
-        **_select_queue_values(options),
-    }
+    template_values = _make_template_values(options)
     # The template of each file, by the name of the file.
     template_names = {
         toml_file.NAME: toml_file.NAME,
@@ -126,6 +113,23 @@ def file_texts(options: NewFolder) -> Mapping[str, str]:
     for file, template_name in template_names.items():
         text_of_file[file] = templates.get_template(f"{template_name}.j2").render(template_values)
     return text_of_file
+
+
+def _make_template_values(options: NewFolder) -> dict[str, Any]:
+    """Return the values that the templates of the new files use, by name."""
+    return {
+        "name": options.name,
+        "remote": options.remote,
+        "parent": _make_parent_reference(options),
+        "description": f"{options.name}, on {options.parent.title}",
+        "required": _find_required_keys(options.parent),
+        "command": _job_command(options),
+        "programs": program.find_start_scripts(options.folder),
+        "copies": options.copies_code,
+        "unfit_reason": options.unfit_reason,
+        "pip": program.pip_steps(options.folder, editable=not options.copies_code),
+        **_select_queue_values(options),
+    }
 
 
 def _make_parent_reference(options: NewFolder) -> str:
@@ -153,13 +157,9 @@ def _select_queue_values(options: NewFolder) -> dict[str, Any]:
     # If the scheduler uses a time limit, and neither the user nor the recipe sets one, a default is written.
     if not value_of_key["time"] and not parent.system.queue.time and "time" in system.uses:
         value_of_key["time"] = _TIME
-    shown_keys = {}
-    unused_keys = []
-    for key, value in value_of_key.items():
-        if value or key in required_keys:
-            shown_keys[key] = value
-        elif key in system.uses:  # imgkit run warns about a key that the scheduler does not use
-            unused_keys.append(key)
+    shown_keys = {key: value for key, value in value_of_key.items() if value or key in required_keys}
+    # imgkit run warns about a key that the scheduler does not use.
+    unused_keys = [key for key in value_of_key if key not in shown_keys and key in system.uses]
     nodes = options.nodes
     if not nodes and not system.abilities.takes_hosts:  # a list of hosts (--hosts) sets their number
         nodes = "1"

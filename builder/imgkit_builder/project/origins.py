@@ -59,14 +59,7 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
         lines={key: _location_text(position) for key, position in project.positions.items()},
         sets_directory=request.directory == Path(),
     )
-    flag_variables = _variable_names(container.env)
-    file_env = [item for item in values.env if item.partition("=")[0] not in flag_variables]
-    changes: dict[str, Any] = {
-        "env": (*file_env, *container.env),
-        "binds": (*values.binds, *container.binds),
-        "options": (*values.options, *allocation.options),
-        "data": (*values.data, *container.data),
-    }
+    changes = _join_lists(request, values)
     for flag in declared_options(JobRequest):
         if flag.field in _KEYS:
             changes[flag.field] = flag.value(request) or getattr(values, flag.field)
@@ -82,6 +75,22 @@ def fill_from_file(request: JobRequest, project: ProjectFile | None) -> JobReque
     if container.code is None and not container.no_code:
         changes["code"] = project.code
     return request.changed(**changes, project=source)
+
+
+def _join_lists(request: JobRequest, values: ProjectValues) -> dict[str, Any]:
+    """Return each list of imgkit.toml with the items of the flags added, by the name of its field.
+
+    A variable of ``--env`` replaces a variable of the same name in the file.
+    """
+    container = request.container
+    flag_variables = _variable_names(container.env)
+    file_env = [item for item in values.env if item.partition("=")[0] not in flag_variables]
+    return {
+        "env": (*file_env, *container.env),
+        "binds": (*values.binds, *container.binds),
+        "options": (*values.options, *request.allocation.options),
+        "data": (*values.data, *container.data),
+    }
 
 
 def _location_text(position: Position) -> str:

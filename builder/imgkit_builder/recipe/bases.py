@@ -106,10 +106,7 @@ class Base:
             yield column.name, getattr(self, column.name)
             # The driver is a property and not a field, so it is added here.
             if column.name == "cuda":
-                driver = None
-                if self.driver:
-                    driver = Cell(value=str(self.driver), source=cuda_drivers.SOURCE)
-                yield "driver", driver
+                yield "driver", Cell(str(self.driver), cuda_drivers.SOURCE) if self.driver else None
 
 
 @functools.cache
@@ -293,15 +290,7 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
     # The table contains at most one variable per image, such as "NCCL_NET_PLUGIN=ofi".
     base_variable, _, base_value = facts.get("variables", "").partition("=")
     env = {base_variable: base_value, **system.env}
-    machines = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
-    facts |= {
-        "arch": machines[node_platform(system)],
-        "driver": system.node.driver,
-        "fabric": system.fabric.kind,
-        "gpu": system.node.gpu_model,
-        "gpus": str(system.node.gpus),
-        "nodes": "2",  # unknown before a job starts, but most jobs on a cluster have several nodes
-    }
+    facts |= _list_node_facts(system)
 
     def lookup(name: str) -> Value:
         """Return the value of a fact such as ``driver``, or of a variable such as ``$NCCL_DEBUG``.
@@ -319,6 +308,19 @@ def _make_lookup(reference: str, system: SystemFacts) -> known_issues.Lookup:
         return Value(text=value, evidence=f"{variable}={value}", is_requested=None, is_known=variable in env)
 
     return lookup
+
+
+def _list_node_facts(system: SystemFacts) -> dict[str, str]:
+    """Return the facts about a job on the nodes of `system`, by their names in a known issue."""
+    machines = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}
+    return {
+        "arch": machines[node_platform(system)],
+        "driver": system.node.driver,
+        "fabric": system.fabric.kind,
+        "gpu": system.node.gpu_model,
+        "gpus": str(system.node.gpus),
+        "nodes": "2",  # unknown before a job starts, but most jobs on a cluster have several nodes
+    }
 
 
 def amd_image_evidence(reference: str, env: Iterable[str] = ()) -> str:

@@ -331,18 +331,18 @@ def _check_secrets(tree: Table, problems: Collector) -> None:
     A step that uses an undeclared secret is an error. A secret that no step uses causes a warning.
     """
     declared = _check_declared_secrets(tree, problems)
-    used = set()
     # `tree` is merged, so a step of a parent recipe may use a secret that the child declares.
-    for section in ("pip", "run"):
-        for path, node in tree.select_texts("image", section, ANY, "secrets", ANY):
-            used.add(node.text)
-            if node.text not in declared:
-                hint = "declare it below image.secrets"
-                if declared:
-                    hint = allowed_hint(node.text, declared)
-                problems.error(node.position, path, f"there is no secret {node.text!r}", hint)
+    uses = [
+        *tree.select_texts("image", "pip", ANY, "secrets", ANY),
+        *tree.select_texts("image", "run", ANY, "secrets", ANY),
+    ]
+    for path, node in uses:
+        if node.text not in declared:
+            hint = allowed_hint(node.text, declared) if declared else "declare it below image.secrets"
+            problems.error(node.position, path, f"there is no secret {node.text!r}", hint)
+    used_names = {node.text for _, node in uses}
     for name, (node, path) in declared.items():
-        if name not in used:
+        if name not in used_names:
             hint = f"add secrets: [{name}] to a step of pip or run"
             problems.warn(node.position, path, f"no step uses the secret {name}", hint)
 
@@ -402,11 +402,8 @@ def _check_pip_step(path: KeyPath, step: Table, problems: Collector) -> None:
     """
     sources = [key for key in _PIP_SOURCES if key in step.entries]
     if len(sources) != 1:
-        given_sources = "none of them"
-        hint = "add packages: [NAME]"
-        if sources:
-            given_sources = " and ".join(sources)
-            hint = "write a step for each"
+        given_sources = " and ".join(sources) or "none of them"
+        hint = "write a step for each" if sources else "add packages: [NAME]"
         message = f"needs exactly one of {', '.join(_PIP_SOURCES)}; it has {given_sources}"
         problems.error(step.position, path, message, hint)
     for key, reason in _PROJECT_KEYS.items():

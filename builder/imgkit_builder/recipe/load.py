@@ -29,6 +29,7 @@ from imgkit_builder.recipe.validation import validate
 from imgkit_builder.recipe.yaml_tree import Items, Scalar, Table, YamlNode, describe_kind, read_yaml, to_data
 from imgkit_entrypoints import files
 from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.rules import Fault
 from imgkit_entrypoints.system import SystemFacts
 from imgkit_recipes import FOLDER as SHIPPED_FOLDER
 from imgkit_recipes import recipe_names, recipe_path
@@ -60,10 +61,7 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     if isinstance(ref, Path):
         ref = str(ref.absolute())
     file = locate_recipe(ref, Path.cwd())
-    # A recipe of unknown origin can extend any file on this machine. Messages quote only files in these
-    # folders, so that they cannot reveal a secret.
-    folders = (file.parent, SHIPPED_FOLDER, system_files.site_folder())
-    problems = Collector(visible_folders=tuple(folder.resolve() for folder in folders))
+    problems = _make_collector(file)
     # The recipe is named after its file. The name is not a key, so the check of the keys does not cover it.
     for message, hint in rules.find_recipe_name_faults(file.stem):
         problems.error(Position(file=file, line=1, column=1), (), message, hint)
@@ -78,9 +76,8 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
     # depend on the folder.
     image: Image = _make_absolute(document.image, ("image",), positions)
     counted_files = _list_counted_files(image)
-    digests = {}
-    for named_file in (*counted_files, *_list_project_files(image)):
-        digests[named_file] = hashlib.sha256(files.read_bytes(named_file)).hexdigest()
+    named_files = [*counted_files, *_list_project_files(image)]
+    digests = {path: hashlib.sha256(files.read_bytes(path)).hexdigest() for path in named_files}
     return Recipe(
         name=file.stem,
         description=document.description,
@@ -92,6 +89,14 @@ def load(ref: str | Path, *, build_args: Sequence[str] = ()) -> Recipe:
         sources={**problems.digests, **digests},
         warnings=tuple(problems.warnings),
     )
+
+
+def _make_collector(file: Path) -> Collector:
+    """Return a collector for the problems of the recipe `file` and of the files that it extends."""
+    # A recipe of unknown origin can extend any file on this machine. Messages quote only files in these
+    # folders, so that they cannot reveal a secret.
+    folders = (file.parent, SHIPPED_FOLDER, system_files.site_folder())
+    return Collector(visible_folders=tuple(folder.resolve() for folder in folders))
 
 
 def _make_document(tree: Table, problems: Collector, file: Path, *, is_complete: bool) -> Document:
@@ -225,11 +230,7 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
     ------
     UsageError : an item has no ``=``, or the recipe does not declare the argument.
     """
-    declared: Mapping[str, YamlNode] = {}
-    # `tree` is not checked yet, so `image.args` may be missing or of another type.
-    for _, args in tree.select("image", "args"):
-        if isinstance(args, Table):
-            declared = args.entries
+    declared = _find_declared_args(tree)
     for argument in build_args:
         name, equals, value = argument.partition("=")
         if not equals:
@@ -242,6 +243,15 @@ def _replace_args(tree: Table, build_args: Sequence[str]) -> Table:
         new_value = Scalar(position=declared[name].position, text=value)
         tree = _with_node(tree, ("image", "args", name), new_value)
     return tree
+
+
+def _find_declared_args(tree: Table) -> Mapping[str, YamlNode]:
+    """Return the arguments below ``image.args`` with their default values. There may be none."""
+    # `tree` is not checked yet, so `image.args` may be missing or of another type.
+    for _, args in tree.select("image", "args"):
+        if isinstance(args, Table):
+            return args.entries
+    return {}
 
 
 def _make_absolute(value: Any, path: KeyPath, positions: Mapping[KeyPath, Position]) -> Any:
@@ -329,16 +339,19 @@ def locate_recipe(ref: str, folder: Path) -> Path:
             return _locate_shipped(ref)
         file = (folder / ref).absolute()
         if file.is_dir():
-            names = sorted(str(shorten_path(path)) for path in file.glob("*.y*ml"))
-            hint = "name a .yaml file"
-            if names:
-                hint = f"it contains: {', '.join(names)}"
-            raise UsageError(f"{ref} is a folder, not a recipe", hint=hint)
+            raise _folder_error(ref, file)
         if not file.exists():
             raise _missing_file_error(ref, file)
         return file
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
         raise UsageError(f"{ref!r} is not a recipe: {error_reason(error)}") from error
+
+
+def _folder_error(ref: str, folder: Path) -> UsageError:
+    """Return the error for `ref`, the path of a folder. The hint lists the recipes in the folder."""
+    names = sorted(str(shorten_path(path)) for path in folder.glob("*.y*ml"))
+    hint = f"it contains: {', '.join(names)}" if names else "name a .yaml file"
+    return UsageError(f"{ref} is a folder, not a recipe", hint=hint)
 
 
 def _missing_file_error(ref: str, file: Path) -> UsageError:
@@ -417,20 +430,13 @@ def _read_with_parents(file: Path, problems: Collector, extended_by: Sequence[Pa
     is_complete = True
     named_system = _find_named_system(tree)
     if named_system is not None:
-        name, changes = named_system
-        system = _read_named_system(name, changes, ("system",), (), problems)
-        if system is None:
-            child = child.without("system")
-            is_complete = False
-        else:
-            child = _with_node(child, ("system",), system)
+        system = _read_named_system(named_system, ("system",), (), problems)
+        is_complete = system is not None
+        child = _with_node(child, ("system",), system) if system else child.without("system")
     if "extends" not in tree.entries:
         return _MergedRecipe(child, is_complete)
     chain = (*extended_by, file.resolve())
-    parent_file = _locate_named(tree.entries["extends"], ("extends",), chain, problems, "recipe")
-    if parent_file is None:
-        return _MergedRecipe(child, is_complete=False)
-    parent, is_parent_complete = _read_with_parents(parent_file, problems, chain)
+    parent, is_parent_complete = _read_parent(tree.entries["extends"], chain, problems)
     if parent is None:
         return _MergedRecipe(child, is_complete=False)
     if named_system is not None:
@@ -438,6 +444,17 @@ def _read_with_parents(file: Path, problems: Collector, extended_by: Sequence[Pa
         # two machines.
         parent = parent.without("system")
     return _MergedRecipe(merge_tables(parent, child, ()), is_complete and is_parent_complete)
+
+
+def _read_parent(ref: YamlNode, chain: Sequence[Path], problems: Collector) -> _MergedRecipe:
+    """Read the recipe that the key ``extends`` names, merged with the recipes that it extends itself.
+
+    `ref` is the value of the key, and `chain` has the resolved paths of the recipes that lead to it.
+    """
+    file = _locate_named(ref, ("extends",), chain, problems, "recipe")
+    if file is None:
+        return _MergedRecipe(None, is_complete=False)
+    return _read_with_parents(file, problems, chain)
 
 
 def _make_recipe_of_system(file: Path, problems: Collector) -> Table:
@@ -500,7 +517,16 @@ def _refuse_system_file(tree: Table, problems: Collector) -> None:
         raise RecipeErrors(problems.errors)
 
 
-def _find_named_system(tree: Table) -> tuple[YamlNode, Table] | None:
+class _NamedSystem(NamedTuple):
+    """A reference to a system, in a recipe or in the file of another system."""
+
+    ref: YamlNode
+    """The value of the key that names the system."""
+    changes: Table
+    """Values that replace values of the system."""
+
+
+def _find_named_system(tree: Table) -> _NamedSystem | None:
     """Return the name of the system that a recipe refers to, and the keys that change some of its values.
 
     A recipe refers to a system by ``system: NAME``, or by ``system: {extends: NAME}`` with keys that change
@@ -510,17 +536,17 @@ def _find_named_system(tree: Table) -> tuple[YamlNode, Table] | None:
     if isinstance(system, Table):
         if "extends" not in system.entries:
             return None
-        return system.entries["extends"], system.without("extends")
+        return _NamedSystem(system.entries["extends"], system.without("extends"))
     # `system:` without a value is reported by the check of empty values.
     if system is None or (isinstance(system, Scalar) and system.type == "nothing"):
         return None
-    return system, _empty_table(system.position)
+    return _NamedSystem(system, _empty_table(system.position))
 
 
 def _read_named_system(
-    name: YamlNode, changes: Table, path: KeyPath, chain: Sequence[Path], problems: Collector
+    named_system: _NamedSystem, path: KeyPath, chain: Sequence[Path], problems: Collector
 ) -> Table | None:
-    """Return the values of the system `name`, changed by `changes`.
+    """Return the values of the system that `named_system` refers to, with its changes.
 
     After a problem, report it and return None.
 
@@ -530,13 +556,13 @@ def _read_named_system(
     chain : the resolved paths of the files that extend each other so far. The system's file must not be one
         of them.
     """
-    file = _locate_named(name, path, chain, problems, "system")
+    file = _locate_named(named_system.ref, path, chain, problems, "system")
     if file is None:
         return None
     values = _read_system(file, chain, problems).values
     if values is None:
         return None
-    return merge_tables(values, changes, ("system",))
+    return merge_tables(values, named_system.changes, ("system",))
 
 
 # The longest chain of files that extend each other. It is far below Python's recursion limit.
@@ -575,27 +601,34 @@ def _locate_named(
         else:
             file = system_files.locate_system(ref.text, source)
     except UsageError as error:
-        message = error.what
-        if error.where:
-            message = f"{error.where}: {message}"
-        hint = error.hint or ""
-        if is_path(ref.text) and not problems.may_show(source.parent / ref.text):
-            # The hint lists the files of that folder. A recipe of unknown origin must not be able to reveal
-            # their names.
-            hint = ""
-        problems.error(ref.position, path, message, hint)
+        may_show_hint = not is_path(ref.text) or problems.may_show(source.parent / ref.text)
+        # The hint lists the files of that folder. A recipe of unknown origin must not be able to reveal their
+        # names.
+        hint = error.hint if may_show_hint else ""
+        message = f"{error.where}: {error.what}" if error.where else error.what
+        problems.error(ref.position, path, message, hint or "")
         return None
+    fault = _find_chain_fault(file, chain)
+    if fault is not None:
+        problems.error(ref.position, path, *fault)
+        return None
+    return file
+
+
+def _find_chain_fault(file: Path, chain: Sequence[Path]) -> Fault | None:
+    """Return why the last file of `chain` cannot extend `file`, or None if it can.
+
+    `chain` has the resolved paths of files that extend each other.
+    """
     # Symbolic links are resolved, because a link to a file of the chain also closes a circle.
     resolved = file.resolve()
     if resolved in chain:
         cycle = (*chain[chain.index(resolved) :], resolved)
         names = " -> ".join(member.name for member in cycle)
-        problems.error(ref.position, path, f"is circular: {names}", "remove one `extends`")
-        return None
+        return f"is circular: {names}", "remove one `extends`"
     if len(chain) > _MOST_PARENTS:
-        problems.error(ref.position, path, f"more than {_MOST_PARENTS} files extend each other", "merge some")
-        return None
-    return file
+        return f"more than {_MOST_PARENTS} files extend each other", "merge some"
+    return None
 
 
 class _SystemFile(NamedTuple):
@@ -630,7 +663,8 @@ def _read_system(file: Path, extended_by: Sequence[Path], problems: Collector) -
         return _SystemFile(values, proof)
     # This calls `_read_system` for the parent. The result is None if the parent has problems.
     chain = (*extended_by, file.resolve())
-    merged = _read_named_system(tree.entries["extends"], values, ("extends",), chain, problems)
+    parent = _NamedSystem(tree.entries["extends"], changes=values)
+    merged = _read_named_system(parent, ("extends",), chain, problems)
     return _SystemFile(merged, proof)
 
 

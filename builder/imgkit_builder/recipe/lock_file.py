@@ -282,8 +282,18 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
     lock = read_lock(file)
     locked = _select_platform(lock, recipe, platform, file)
     _refuse_stale(recipe, locked.request, file, base)
-    # The packages that are stored beside the lock. A kept wheel is one of them that no index provides, so a
-    # build cannot download it again.
+    kept_files = _find_kept_files(locked, recipe, file)
+    sources = {**recipe.sources, file: hashlib.sha256(files.read_bytes(file)).hexdigest()}
+    # The image stores only the part of the lock for its own platform.
+    lock_text = render_lock(dataclasses.replace(lock, platforms=(locked,)))
+    return dataclasses.replace(recipe, lock=locked, lock_text=lock_text, kept=kept_files, sources=sources)
+
+
+def _find_kept_files(locked: LockedPlatform, recipe: Recipe, file: Path) -> dict[str, Path]:
+    """Return the files of packages that are stored beside the lock `file`, by their names.
+
+    Refuse a lock if one of its kept wheels is missing. No index has such a wheel, so a build needs the file.
+    """
     folder = kept_folder(file)
     kept_files = {name: folder / name for name in locked.digests if (folder / name).is_file()}
     for wheel in locked.pip:
@@ -293,10 +303,7 @@ def attach_lock(recipe: Recipe, *, platform: str, base: str | None = None, requi
                 where=str(shorten_path(folder)),
                 hint=f"copy that folder to this machine too, or: {lock_command(recipe)} --keep-files",
             )
-    sources = {**recipe.sources, file: hashlib.sha256(files.read_bytes(file)).hexdigest()}
-    # The image stores only the part of the lock for its own platform.
-    lock_text = render_lock(dataclasses.replace(lock, platforms=(locked,)))
-    return dataclasses.replace(recipe, lock=locked, lock_text=lock_text, kept=kept_files, sources=sources)
+    return kept_files
 
 
 def _select_platform(lock: Lock, recipe: Recipe, platform: str, file: Path) -> LockedPlatform:
@@ -394,15 +401,11 @@ def make_request(recipe: Recipe, *, base: str | None = None) -> LockRequest:
     ValueError : a project's pyproject.toml is not TOML.
     """
     image = recipe.image
-    # The digest stands for the uv project. It is empty if the recipe has none.
-    uv_sha256 = ""
-    if image.uv:
-        uv_sha256 = _hash_uv_project(image.uv)
     return LockRequest(
         base=base or image.base,
         apt=image.apt,
         constraints=(image.constraints.policy, *image.constraints.drop),
-        uv=uv_sha256,
+        uv=_hash_uv_project(image.uv) if image.uv else "",
         pip=tuple(_make_locked_step(step) for step in image.pip),
     )
 
@@ -482,10 +485,9 @@ def first_difference(new: LockRequest, locked: LockRequest) -> Difference | None
         message = f"constraints: {' '.join(new.constraints)}, and was {' '.join(locked.constraints)}"
         return Difference(("image", "constraints"), message)
     if new.uv != locked.uv:
-        change = "there is no uv project"
-        if new.uv:
-            change = "uv.lock, or the chosen extras and groups, have changed"
-        return Difference(("image", "uv"), change)
+        if not new.uv:
+            return Difference(("image", "uv"), "there is no uv project")
+        return Difference(("image", "uv"), "uv.lock, or the chosen extras and groups, have changed")
     return _find_step_difference(new.pip, locked.pip)
 
 

@@ -6,6 +6,7 @@ Each file must be in the recipe's folder, and have content that an image can use
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,15 +112,11 @@ def _find_fault(text: str, folder: Path, *, may_be_folder: bool) -> Fault | None
     # The path leaves the folder either by its parts ("../x") or through a link. Check this before the checks
     # below, which would reveal whether a file outside of the folder exists.
     if not target.is_relative_to(folder):
-        route = " through a symbolic link"
-        if ".." in Path(text).parts:
-            route = ""
+        route = "" if ".." in Path(text).parts else " through a symbolic link"
         return f"{text} leaves the recipe's folder{route}", f"put it below {folder}"
     if not target.exists():
         similar_name = nearest_name(file.name, [sibling.name for sibling in file.parent.glob("*")])
-        hint = "create it"
-        if similar_name:
-            hint = f"did you mean {similar_name}?"
+        hint = f"did you mean {similar_name}?" if similar_name else "create it"
         return f"there is no {text} in {folder}", hint
     if target.is_dir() and not may_be_folder:
         return f"{text} is a folder", "name a file"
@@ -180,16 +177,24 @@ def _check_requirements(file: Path, named: NamedFile) -> None:
     # Problems quote the lines of this file.
     problems.lines[file] = lines
     for line_number, line in enumerate(lines, start=1):
-        stripped_line = line.strip()
-        line_position = Position(file=file, line=line_number, column=1)
-        if requirements.names_other_file(line):
-            text_position = Position(file=file, line=line_number, column=line.index(stripped_line) + 1)
-            message = f"{stripped_line!r} names a file that is not in the image"
-            problems.error(text_position, named.path, message, "write its lines here")
-        _check_torch(stripped_line, named.ngc_base, line_position, named.path, problems)
-        secret = secret_patterns.find_secret(stripped_line)
-        if secret:
-            problems.warn(line_position, named.path, f"this looks like {secret}", IN_HISTORY)
+        _check_requirements_line(line, Position(file=file, line=line_number, column=1), named)
+
+
+def _check_requirements_line(line: str, position: Position, named: NamedFile) -> None:
+    """Report a line of a requirements file that a build cannot use, and warn if it contains a secret.
+
+    `position` is the beginning of the line.
+    """
+    problems = named.problems
+    requirement = line.strip()
+    if requirements.names_other_file(line):
+        text_position = dataclasses.replace(position, column=line.index(requirement) + 1)
+        message = f"{requirement!r} names a file that is not in the image"
+        problems.error(text_position, named.path, message, "write its lines here")
+    _check_torch(requirement, named.ngc_base, position, named.path, problems)
+    secret = secret_patterns.find_secret(requirement)
+    if secret:
+        problems.warn(position, named.path, f"this looks like {secret}", IN_HISTORY)
 
 
 def _check_certificate(file: Path, named: NamedFile) -> None:

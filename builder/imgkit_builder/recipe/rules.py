@@ -164,9 +164,7 @@ def find_pip_option_faults(text: str) -> Iterator[Fault]:
     """
     option, _, _ = text.partition("=")
     if option in _PIP_FILE_OPTIONS or _JOINED_FILE_OPTION.match(text):
-        key = "`requirements`"
-        if option in ("-c", "--constraint"):
-            key = "`image.constraints`"
+        key = "`image.constraints`" if option in ("-c", "--constraint") else "`requirements`"
         yield f"{text!r} names a file that is not in the image", f"use {key}"
     elif text.startswith("-") and re.search(r"\s", text):
         yield f"{text!r} is more than one word", f"write {', '.join(text.split())} as separate items"

@@ -199,9 +199,7 @@ class _Walker:
         prefix : the path of `folder` relative to the source, with a final slash. Empty for the source itself.
         git_rules : git's rules from the folders above. All other rules override them.
         """
-        with os.scandir(folder) as scan:
-            # Sort by bytes. The order of texts would depend on how a name outside UTF-8 was decoded.
-            entries = sorted(scan, key=lambda entry: os.fsencode(entry.name))
+        entries = _list_entries(folder)
         siblings = {entry.name for entry in entries}
         if self.reads_gitignore and ".gitignore" in siblings:
             git_rules = (*git_rules, _read_patterns(folder / ".gitignore", below=prefix))
@@ -210,20 +208,20 @@ class _Walker:
             name = prefix + entry.name
             is_folder = entry.is_dir(follow_symlinks=False)
             if is_folder:
-                # The final slash makes patterns such as "data/" match. As in git, an excluded folder is not
-                # searched, so all its content stays out.
-                name += "/"
+                name += "/"  # so that patterns such as "data/" match
             # A hidden entry (_Decision.HIDE) is in no list, so the user is not told about it.
             decision = self._decide(entry, name, siblings, rules)
             if decision is _Decision.LEAVE_OUT:
                 self.left_out.append(name)
-            elif decision is _Decision.REFUSE_SECRET:
+            if decision is _Decision.REFUSE_SECRET:
                 self.secret.append(name)
-            elif decision is _Decision.INCLUDE:
-                self.entries.append(SourceEntry(name=name.rstrip("/"), entry=entry))
-                if is_folder:
-                    # The call adds `override_rules` itself, so that they come after all rules of git.
-                    self.add_folder(Path(entry.path), name, git_rules)
+            # As in git, an excluded folder is not searched, so all its content stays out.
+            if decision is not _Decision.INCLUDE:
+                continue
+            self.entries.append(SourceEntry(name=name.rstrip("/"), entry=entry))
+            if is_folder:
+                # The call adds `override_rules` itself, so that they come after all rules of git.
+                self.add_folder(Path(entry.path), name, git_rules)
 
     def _decide(self, entry: os.DirEntry[str], name: str, siblings: set[str], rules: _Rules) -> _Decision:
         """Return whether `entry` goes into the image, and if not, whether the user is told.
@@ -255,6 +253,13 @@ class _Walker:
         """Return whether `entry` is one of the `hidden` paths."""
         # Compare the name first, because `resolve` needs several system calls.
         return any(entry.name == path.name and Path(entry.path).resolve() == path for path in self.hidden)
+
+
+def _list_entries(folder: Path) -> list[os.DirEntry[str]]:
+    """Return the files and folders in `folder`, sorted by name."""
+    with os.scandir(folder) as scan:
+        # Sort by bytes. The order of texts would depend on how a name outside UTF-8 was decoded.
+        return sorted(scan, key=lambda entry: os.fsencode(entry.name))
 
 
 def describe_left_out(names: Sequence[str]) -> str:

@@ -143,26 +143,27 @@ def locate_system(ref: str, source: Path | None = None) -> Path:
     """
     folder = Path.cwd() if source is None else source.parent
     try:
-        if not is_path(ref):
-            file = _find_by_name(ref, folder)
-            refuse_writable(file)
-            return file
-        # A system in the site's folder must not extend a file outside of it, whose permissions are not
-        # checked.
-        if source is not None and is_site(source):
-            hint = "a system of a site's folder extends another by its name"
-            raise UsageError(f"{ref} is a path", hint=hint)
-        file = (folder / ref).absolute()
-        if file.is_file():
-            refuse_writable(file)
-            return file
-        siblings = sorted(path.name for path in file.parent.glob("*.y*ml"))
+        file = _find_by_path(ref, folder, source) if is_path(ref) else _find_by_name(ref, folder)
+        refuse_writable(file)
     except (OSError, ValueError) as error:  # a name too long, a NUL byte, no permission
         raise UsageError(f"{ref!r} is not a system: {error_reason(error)}") from error
-    nearest = nearest_name(file.name, siblings)
-    hint = "imgkit list --systems shows the known systems"
-    if nearest:
-        hint = f"did you mean {nearest}?"
+    return file
+
+
+def _find_by_path(ref: str, folder: Path, source: Path | None) -> Path:
+    """Return the absolute path of the file `ref` in `folder`. The hint of an error names a similar file.
+
+    `source` is the file that names the system, or None for a system that the user names.
+    """
+    # A system in the site's folder must not extend a file outside of it, whose permissions are not checked.
+    if source is not None and is_site(source):
+        hint = "a system of a site's folder extends another by its name"
+        raise UsageError(f"{ref} is a path", hint=hint)
+    file = (folder / ref).absolute()
+    if file.is_file():
+        return file
+    nearest = nearest_name(file.name, sorted(path.name for path in file.parent.glob("*.y*ml")))
+    hint = f"did you mean {nearest}?" if nearest else "imgkit list --systems shows the known systems"
     raise UsageError(f"there is no file {ref}", hint=hint)
 
 

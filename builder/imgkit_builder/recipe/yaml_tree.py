@@ -206,8 +206,6 @@ def read_yaml(file: Path, problems: Collector) -> Table | None:
     If the file cannot be used, report the reason to `problems`, and return None. `problems` also receives the
     lines of the file, so that messages can quote them.
     """
-    import yaml
-
     # A problem that concerns the whole file is reported at its first line.
     start = Position(file=file, line=1, column=1)
     text = _read_text(file, start, problems)
@@ -216,35 +214,45 @@ def read_yaml(file: Path, problems: Collector) -> Table | None:
     # Split at the line breaks of YAML only. `str.splitlines` also splits at other characters, so the line
     # numbers would differ from those of PyYAML.
     problems.lines[file] = re.split("\r\n|[\n\r\x85\u2028\u2029]", text)
+    tree = _parse(text, start, problems)
+    if tree is None or isinstance(tree, Table):
+        return tree
+    message = f"a recipe is a mapping, not {describe_kind(tree)}"
+    problems.error(tree.position, (), message, "write `key: value` lines")
+    return None
+
+
+def _parse(text: str, start: Position, problems: Collector) -> YamlNode | None:
+    """Parse the text of a YAML file. If it is empty or not valid, report the reason and return None.
+
+    `start` is the first position in the file, for a problem that concerns the whole file.
+    """
+    import yaml
+
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
         if root is None:
             problems.error(start, (), "the recipe is empty", "it needs at least `image: {base: NAME:TAG}`")
             return None
         # `compose` creates nodes, not objects, so a tag in the file cannot run code.
-        tree = _Converter(file, problems).convert(root, (), frozenset())
+        return _Converter(start.file, problems).convert(root, (), frozenset())
     except yaml.MarkedYAMLError as error:
-        _report_syntax(error, file, problems)
-        return None
+        _report_syntax(error, start.file, problems)
     except yaml.reader.ReaderError as error:
-        code_point = error.character
-        if isinstance(code_point, str):  # PyYAML gives either the code point or the character
-            code_point = ord(code_point)
-        position = _end_position(file, text[: error.position])
-        problems.error(position, (), f"the character U+{code_point:04X} is not allowed in YAML", "delete it")
-        return None
+        position = _end_position(start.file, text[: error.position])
+        _report_character(error.character, position, problems)
     except _TooManyError:
         message = f"more than {MAX_NODES} values after its anchors are expanded"
         problems.error(start, (), message, "recipes are small")
-        return None
     except RecursionError:
         problems.error(start, (), "nested too deeply", "recipes need five levels at most")
-        return None
-    if tree is None or isinstance(tree, Table):
-        return tree
-    message = f"a recipe is a mapping, not {describe_kind(tree)}"
-    problems.error(tree.position, (), message, "write `key: value` lines")
     return None
+
+
+def _report_character(character: str | int, position: Position, problems: Collector) -> None:
+    """Report a character that YAML does not allow. PyYAML gives the character or its code point."""
+    code_point = ord(character) if isinstance(character, str) else character
+    problems.error(position, (), f"the character U+{code_point:04X} is not allowed in YAML", "delete it")
 
 
 def _end_position(file: Path, text: str) -> Position:
@@ -405,7 +413,8 @@ class _Converter:
                 continue
             keys[name] = position
             child = self.convert(value, (*path, name), ancestors)
-            if isinstance(child, Scalar) and child.type == "nothing" and not child.text:
+            is_empty = isinstance(child, Scalar) and child.type == "nothing" and not child.text
+            if is_empty:
                 # For `key:` without a value, PyYAML gives the position of the next token, which may be lines
                 # later.
                 child = Scalar(position=position, text="", type="nothing")

@@ -31,8 +31,10 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif, Pack
     from imgkit_builder.engine import Engine, ImageInfo
+    from imgkit_builder.engine.builders import Choice
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.members import PackedCode
+    from imgkit_builder.image.secret_values import SecretValues
     from imgkit_builder.recipe.model import Recipe
 
 
@@ -121,14 +123,10 @@ def build(
     """
     loaded_recipe = _load_recipe(recipe, request, report)
     secrets = secret_values.read_secrets(loaded_recipe)
-    secrets_at = ""
-    if secrets.options:
-        # The line of the recipe to name if the builder cannot pass on secrets.
-        secrets_at = loaded_recipe.where("image", "secrets")
     tag = request.tag or default_tag(loaded_recipe.name)
     engines.check_name(tag, where="--tag")
     with engines.connect() as engine:
-        builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
+        builder = _choose_builder(engine, loaded_recipe, request, secrets)
         # The platform and the lock must be known before the base is resolved. A lock has a section for each
         # platform, and names the base by its digest.
         target = engines.choose_platform(loaded_recipe, requested=request.platform, host=engine.platform)
@@ -150,15 +148,14 @@ def build(
             context,
             tag=tag,
             report=report,
-            builder=dataclasses.replace(builder, options=secrets.options),
+            builder=builder,
             mask=secrets.mask,
             no_cache=request.no_cache,
             accept=accept,
         )
     # The digest lets a later job find this image without a question to the engine.
-    build_input_sha256 = input_sha256(
-        loaded_recipe, context, _choose_base_name(loaded_recipe, request) or loaded_recipe.image.base
-    )
+    base_name = _choose_base_name(loaded_recipe, request) or loaded_recipe.image.base
+    build_input_sha256 = input_sha256(loaded_recipe, context, base_name)
     record_build(build_input_sha256, built.image.id)
     if built.up_to_date:
         report.note(f"{built.tag} is up to date: the engine's cache has every step (to run them: --no-cache)")
@@ -177,6 +174,14 @@ def build(
         labels=dict(built.image.labels),
         checks=tuple(test_checks),
     )
+
+
+def _choose_builder(engine: Engine, recipe: Recipe, request: BuildRequest, secrets: SecretValues) -> Choice:
+    """Return the builder to use, with the options that pass `secrets` to the steps of the build."""
+    # The line of the recipe to name if the builder cannot pass on secrets.
+    secrets_at = recipe.where("image", "secrets") if secrets.options else ""
+    builder = engines.choose(engine.facts(), request.builder, secrets_at=secrets_at)
+    return dataclasses.replace(builder, options=secrets.options)
 
 
 def _resolve_base(engine: Engine, recipe: Recipe, request: BuildRequest, report: Reporter) -> BaseImage:

@@ -189,18 +189,23 @@ def _sif_shell(path: str, *, host: bool, workdir: str, packages: Sequence[str] =
         bind_options = _bind_options(target)
         variables = _list_missing_variables(target)
     command = _make_bash_command(len(packages), variables)
-    argv = [str(tool.path), "exec" if command else "shell", "--nv"]
-    # A file of packages is a squashfs. The runtime mounts each one in its own folder.
-    for file_number, file in enumerate(packages, 1):
-        argv += ["--bind", f"{Path(file).absolute()}:{record.mount_path(file_number)}:image-src=/,ro"]
-    for option in dict.fromkeys(options):  # each option once, and --nv is already in argv
-        if option != "--nv":
-            argv.append(option)
+    argv = [str(tool.path), "exec" if command else "shell", "--nv", *_package_bind_options(packages)]
+    argv += [option for option in dict.fromkeys(options) if option != "--nv"]  # each option once
     argv += bind_options
     if workdir:
         argv += ["--pwd", workdir]
     argv += [str(Path(path).absolute()), *command]
     return ShellCommand(argv=tuple(argv), description=description)
+
+
+def _package_bind_options(packages: Sequence[str]) -> list[str]:
+    """Return the options that mount the files of ``imgkit add``, each in its own folder of the image."""
+    bind_options = []
+    for file_number, file in enumerate(packages, 1):
+        # A file of packages is a squashfs. The option image-src mounts its content.
+        mount = f"{Path(file).absolute()}:{record.mount_path(file_number)}:image-src=/,ro"
+        bind_options += ["--bind", mount]
+    return bind_options
 
 
 def _make_bash_command(package_file_count: int, variables: Sequence[str]) -> list[str]:
