@@ -94,8 +94,7 @@ def verb_scaling(
         if options.detach:
             result = scaling.load_report(folder)
         else:
-            report.note(f"Ctrl-C leaves the jobs; {command} goes on")
-            result = _finish_report(folder, report)
+            result = _finish_report(folder, command, report)
     data = {**dataclasses.asdict(result), "folder": str(folder)}
     if options.detach:
         print_result(data, str(folder), as_json=options.as_json)
@@ -130,14 +129,15 @@ def _submit_jobs(planned: Sequence[PreparedJob], transport: Transport, report: R
     return folder
 
 
-def _finish_report(folder: Path, report: Reporter) -> ScalingRun:
+def _finish_report(folder: Path, command: str, report: Reporter) -> ScalingRun:
     """Wait for the jobs of the report in `folder`, and return its content.
 
-    After Ctrl-C, the jobs continue, and imgkit exits.
+    After Ctrl-C, the jobs continue, and imgkit exits. The user can wait for them again by `command`.
     """
     from imgkit_builder.jobs import scaling
 
     try:
+        report.note(f"Ctrl-C leaves the jobs; {command} goes on")
         return scaling.finish_report(folder, report)
     except KeyboardInterrupt:
         _exit_interrupted(folder)
