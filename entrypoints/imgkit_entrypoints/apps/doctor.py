@@ -220,12 +220,12 @@ def _judge_node(
         if answer.error:
             errors.append(f"rank {rank} after {answer.seconds:.0f} s: {answer.error}")
     problems = tuple(check for check in checks if check.verdict != "ok")
-    is_at_fault = bool(reasons) or not passed(problems)
     verdict: Verdict = "ok"
-    if is_at_fault or (errors and not has_suspects):
+    if reasons or not passed(problems):
         verdict = "fail"
-    elif errors:  # the collective may have failed because of another node, which is at fault
-        verdict = "unknown"
+    elif errors:
+        # If another node is at fault, the collective may have failed because of it.
+        verdict = "unknown" if has_suspects else "fail"
     elif problems:
         verdict = "warn"
     return NodeVerdict(
@@ -306,17 +306,23 @@ def main() -> None:
     store.wait(["code"], datetime.timedelta(seconds=4 * (options.timeout + LATE_S)))
     code = int(store.get("code"))
     store.add("finished", 1)  # a counter of the ranks that do not need the store any more
-    # The process of rank 0 may contain the store's server, so it must exit last. It waits at most `LATE_S`
-    # seconds for ranks that hang.
     if rank == 0:
-        deadline_s = time.monotonic() + LATE_S
-        # Adding 0 returns the counter.
-        while store.add("finished", 0) < world_size and time.monotonic() < deadline_s:
-            time.sleep(0.05)
+        _wait_for_other_ranks(store, world_size)
     sys.stdout.flush()
     # os._exit instead of sys.exit: if a collective hangs, the destructor of its process group would hang,
     # too.
     os._exit(code)
+
+
+def _wait_for_other_ranks(store: Any, world_size: int) -> None:
+    """Wait until no other rank needs the store any more, or until `LATE_S` seconds have passed.
+
+    The process of rank 0 may contain the store's server, so it must exit last.
+    """
+    deadline_s = time.monotonic() + LATE_S
+    # Adding 0 returns the counter of the ranks that have finished.
+    while store.add("finished", 0) < world_size and time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 def _print_report(nodes: Sequence[NodeVerdict], world_size: int, options: argparse.Namespace) -> None:

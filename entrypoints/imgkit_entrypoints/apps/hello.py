@@ -59,16 +59,7 @@ def main() -> None:
     from imgkit_entrypoints.apps import ranks as workers
 
     with workers.join_group() as ranks:
-        device = f"{ranks.device}, {torch.get_num_threads()} threads"
-        if ranks.device.type == "cuda":
-            device = f"{ranks.device}, {torch.cuda.get_device_name(ranks.device)}"
-        hosts_and_devices = ranks.gather((platform.node(), device))
-        peers = []
-        for rank, (peer_host, peer_device) in enumerate(hosts_and_devices):
-            seconds = None  # rank 0 measures to every other rank, but not to itself
-            if rank != 0:
-                seconds = time_round_trips(rank, peer_host, ranks)
-            peers.append(Peer(rank=rank, host=peer_host, device=peer_device, seconds=seconds))
+        peers = _measure_peers(ranks)
         # Each rank contributes 1, so the sum must be the number of ranks.
         total = torch.ones(1, device=ranks.device)
         dist.all_reduce(total)
@@ -78,6 +69,26 @@ def main() -> None:
     if total.item() != ranks.world_size:
         error = f"rank {ranks.rank}: all_reduce of {ranks.world_size} ones gave {total.item():.0f}"
         sys.exit(terminal.escape_controls(error))
+
+
+def _measure_peers(ranks: Ranks) -> list[Peer]:
+    """Return the host and the device of each rank and, on rank 0, the latency between rank 0 and this rank.
+
+    All ranks must call this function.
+    """
+    import torch
+
+    device = f"{ranks.device}, {torch.get_num_threads()} threads"
+    if ranks.device.type == "cuda":
+        device = f"{ranks.device}, {torch.cuda.get_device_name(ranks.device)}"
+    hosts_and_devices = ranks.gather((platform.node(), device))
+    peers = []
+    for rank, (peer_host, peer_device) in enumerate(hosts_and_devices):
+        latency_s = None  # rank 0 measures to every other rank, but not to itself
+        if rank != 0:
+            latency_s = time_round_trips(rank, peer_host, ranks)
+        peers.append(Peer(rank=rank, host=peer_host, device=peer_device, seconds=latency_s))
+    return peers
 
 
 def time_round_trips(peer: int, host: str, ranks: Ranks) -> float | None:

@@ -76,36 +76,33 @@ def tolerance(intervals: int) -> float:
 
 
 def format_report(
-    value: float, intervals: int, results: Sequence[Work], seconds: float, alone: Work
+    pi_estimate: float, intervals: int, results: Sequence[Work], seconds: float, alone: Work
 ) -> list[str]:
     """Return the lines that rank 0 prints: pi and its error, the speed of processes, and the efficiency.
 
     Parameters
     ----------
-    value : the computed value of pi.
+    pi_estimate : the computed value of pi.
     results : the work of each process.
     seconds : time from the common start until the slowest process has the sum.
     alone : work of rank 0 while all other processes were idle. The parallel efficiency is relative to this
         speed.
     """
-    ordered = sorted(results, key=lambda work: work.points_per_s)
-    slowest = ordered[0]
-    fastest = ordered[-1]
     reported = results
     if len(results) > MAX_REPORTED:
-        middle = ordered[len(ordered) // 2]
-        reported = (slowest, middle, fastest)
+        ordered = sorted(results, key=lambda work: work.points_per_s)
+        reported = (ordered[0], ordered[len(ordered) // 2], ordered[-1])
+    speeds_per_s = [work.points_per_s for work in results]
     total_per_s = sum(work.points for work in results) / seconds
     efficiency = math.nan
     if alone.points:
         efficiency = total_per_s / (len(results) * alone.points_per_s)
-    median = statistics.median(work.points_per_s for work in results)
     return [
-        f"pi = {value:.15f}, error {abs(value - math.pi):.1e}, {intervals} intervals, {len(results)} ranks, "
-        f"{seconds:.3f} s",
+        f"pi = {pi_estimate:.15f}, error {abs(pi_estimate - math.pi):.1e}, {intervals} intervals, "
+        f"{len(results)} ranks, {seconds:.3f} s",
         *map(_format_work, reported),
-        f"per process: {slowest.points_per_s:.3e} to {fastest.points_per_s:.3e} terms/s, "
-        f"median {median:.3e}; together {total_per_s:.3e}",
+        f"per process: {min(speeds_per_s):.3e} to {max(speeds_per_s):.3e} terms/s, "
+        f"median {statistics.median(speeds_per_s):.3e}; together {total_per_s:.3e}",
         f"parallel efficiency {efficiency:.0%} of {len(results)} x {alone.points_per_s:.3e} terms/s "
         "(rank 0 while the others wait)",
     ]
@@ -152,37 +149,43 @@ def timed_sum(first: int, end: int, intervals: int, ranks: Ranks) -> tuple[float
     return value, work
 
 
-def main() -> None:
-    """Run one worker: time rank 0 alone, then the sum of all ranks, and compare the result with pi."""
+def compute_pi(intervals: int, ranks: Ranks) -> float:
+    """Time rank 0 alone, then compute pi on all ranks, and return it. Rank 0 prints the report."""
     import torch
     import torch.distributed as dist
 
+    first, end = share(intervals + 1, ranks.rank, ranks.world_size)
+    # The first call is slower, because torch sets itself up. It must not count below.
+    partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)
+    dist.barrier()
+    # Between the two barriers, only rank 0 computes. All others have no points, and wait.
+    alone_end = first
+    if ranks.rank == 0:
+        alone_end = min(end, first + ALONE)
+    _, alone = timed_sum(first, alone_end, intervals, ranks)
+    dist.barrier()
+    start_s = time.perf_counter()
+    sum_of_rank, work = timed_sum(first, end, intervals, ranks)
+    total = torch.tensor(sum_of_rank, dtype=torch.float64).to(ranks.device)
+    dist.all_reduce(total)
+    pi_estimate: float = total.item() / intervals
+    # `gather` is a collective, so all ranks must call it, although only rank 0 prints the result.
+    seconds = max(ranks.gather(time.perf_counter() - start_s))
+    results = ranks.gather(work)
+    if ranks.rank == 0:
+        terminal.print_results(*format_report(pi_estimate, intervals, results, seconds, alone))
+    return pi_estimate
+
+
+def main() -> None:
+    """Run one worker: compute pi together with the other ranks, and refuse a result with a large error."""
     from imgkit_entrypoints.apps import ranks as workers
 
     parser = argparse.ArgumentParser()
     add_options(parser, OPTIONS)
     intervals: int = parser.parse_args().intervals
     with workers.join_group() as ranks:
-        first, end = share(intervals + 1, ranks.rank, ranks.world_size)
-        # The first call is slower, because torch sets itself up. It must not count below.
-        partial_sum(first, min(end, first + 2 * BLOCK), intervals, ranks)
-        dist.barrier()
-        # Between the two barriers, only rank 0 computes. All others have no points, and wait.
-        alone_end = first
-        if ranks.rank == 0:
-            alone_end = min(end, first + ALONE)
-        _, alone = timed_sum(first, alone_end, intervals, ranks)
-        dist.barrier()
-        start_s = time.perf_counter()
-        pi_estimate, work = timed_sum(first, end, intervals, ranks)
-        total = torch.tensor(pi_estimate, dtype=torch.float64).to(ranks.device)
-        dist.all_reduce(total)
-        pi_estimate = total.item() / intervals
-        # `gather` is a collective, so all ranks must call it, although only rank 0 prints the result.
-        seconds = max(ranks.gather(time.perf_counter() - start_s))
-        results = ranks.gather(work)
-        if ranks.rank == 0:
-            terminal.print_results(*format_report(pi_estimate, intervals, results, seconds, alone))
+        pi_estimate = compute_pi(intervals, ranks)
     if abs(pi_estimate - math.pi) > tolerance(intervals):
         error = (
             f"the error of pi is above {tolerance(intervals):.1e}: a node or the network gave wrong values"

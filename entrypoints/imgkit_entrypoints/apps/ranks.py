@@ -83,15 +83,22 @@ def join_group(
             rank=dist.get_rank(), local_rank=local_rank, world_size=dist.get_world_size(), device=device
         )
     finally:
-        # The destructor of the group holds the GIL while it waits for a thread of gloo. That thread may need
-        # the GIL to release its last work, so both wait forever. 4 of 10 ranks hung after a gather (torch 2.3
-        # and 2.5). So the group is kept alive until the worker exits, or the thread gets time to finish
-        # first.
-        if store is None:
-            _alive.append(dist.group.WORLD)
-        else:
-            time.sleep(RELEASE_S)
-        dist.destroy_process_group()
+        _leave_group(keep_alive=store is None)
+
+
+def _leave_group(*, keep_alive: bool) -> None:
+    """Destroy the process group without a hang.
+
+    The destructor of the group holds the GIL while it waits for a thread of gloo. That thread may need the
+    GIL to release its last work, so both wait forever. 4 of 10 ranks hung after a gather (torch 2.3 and 2.5).
+    With `keep_alive`, the group stays alive until the worker exits. Otherwise, the thread first gets time to
+    release its work.
+    """
+    if keep_alive:
+        _alive.append(dist.group.WORLD)
+    else:
+        time.sleep(RELEASE_S)
+    dist.destroy_process_group()
 
 
 def _choose_device(local_rank: int) -> torch.device:
@@ -144,9 +151,8 @@ def run_worker(main: Callable[[], None], *, end: Callable[[], None] = lambda: No
     try:
         main()
     except BaseException as error:
-        uncaught = (
-            error  # this reference keeps the objects in the frames alive, so their destructors do not run
-        )
+        # This reference keeps the objects in the frames alive, so their destructors do not run.
+        uncaught = error
         code = _report_error(uncaught)
     try:
         end()

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from imgkit_entrypoints.arguments import parse_digits
 from imgkit_entrypoints.errors import NoPlan
@@ -55,20 +56,7 @@ def find_placement(env: Environment) -> Placement:
     NoPlan : the number of pods is a range, the rank is not below that number, or the address of the first pod
         is unknown.
     """
-    nnodes_from = env.find_first_set(("PET_NNODES", "WORLD_SIZE"))
-    if ":" in env.get("PET_NNODES", ""):
-        raise NoPlan(
-            "the number of pods is a range, but a run has a fixed number of nodes",
-            where=f"PET_NNODES={env['PET_NNODES']}",
-            hint="leave elasticPolicy out of the PyTorchJob, or --min-replicas out of runai",
-        )
-    # If neither variable is set, this raises an error that names PET_NNODES.
-    nnodes = env.read_number(nnodes_from or "PET_NNODES", least=1)
-    requested = parse_digits(env.get("IMGKIT_NNODES", ""))
-    if nnodes_from == "WORLD_SIZE" and requested is not None:
-        # WORLD_SIZE is ambiguous, because it counts pods in one operator and processes in another. So
-        # --nnodes decides.
-        nnodes, nnodes_from = requested, "IMGKIT_NNODES"
+    nnodes, nnodes_from = _read_pod_count(env)
     rank_from = env.find_first_set(("PET_NODE_RANK", "RANK"))
     node_rank = env.read_number(rank_from or "PET_NODE_RANK") if nnodes > 1 else 0
     if node_rank >= nnodes:
@@ -79,41 +67,89 @@ def find_placement(env: Environment) -> Placement:
         )
     job_id = env.get("PET_RDZV_ID", "")
     hosts = env.choose_hosts(nnodes, HostList())
-    head, head_from = env.find_head(nnodes, hosts, "PET_MASTER_ADDR", "MASTER_ADDR")
-    port_from = env.find_first_set(("PET_MASTER_PORT", "MASTER_PORT"))
-    # PET_RDZV_ENDPOINT is "HOST:PORT" or "HOST". It takes precedence over MASTER_ADDR, but not over
-    # PET_MASTER_ADDR and the variables of the user.
-    endpoint = env.get("PET_RDZV_ENDPOINT", "")
-    if nnodes > 1 and endpoint and head_from not in ("IMGKIT_HEAD", "IMGKIT_NODES", "PET_MASTER_ADDR"):
-        head, _, port = endpoint.partition(":")
-        head_from = "PET_RDZV_ENDPOINT"
-        if port:
-            # Below, the port is read from the variable `port_from`, so store it there.
-            env, port_from = Environment({**env, head_from: port}), head_from
-    if nnodes > 1 and not head:
-        raise NoPlan(
-            f"the run has {nnodes} pods, but no variable says where the first one is",
-            where="PET_MASTER_ADDR, MASTER_ADDR",
-            hint="give --head HOST: the first pod, under a name that the others can reach",
-        )
+    head = _Head()
+    if nnodes > 1:
+        head = _find_head(env, nnodes, hosts)
     source = {
         "nnodes": nnodes_from,
         "node_rank": rank_from,
         "job_id": "PET_RDZV_ID" if job_id else "",
         "hosts": hosts.variable,
-        "head": head_from,
-        "port": port_from if nnodes > 1 else "",
+        "head": head.host_from,
+        "port": head.port_from,
     }
     return Placement(
         scheduler=NAME,
         nnodes=nnodes,
         node_rank=node_rank,
         hosts=hosts.names,
-        head=head,
-        port=env.read_port(port_from) if port_from and nnodes > 1 else None,
+        head=head.host,
+        port=head.port,
         job_id=job_id,
         source=source,
     )
+
+
+def _read_pod_count(env: Environment) -> tuple[int, str]:
+    """Return the number of pods, and the variable from which it was read.
+
+    Raises
+    ------
+    NoPlan : the number is a range or unknown.
+    """
+    if ":" in env.get("PET_NNODES", ""):
+        raise NoPlan(
+            "the number of pods is a range, but a run has a fixed number of nodes",
+            where=f"PET_NNODES={env['PET_NNODES']}",
+            hint="leave elasticPolicy out of the PyTorchJob, or --min-replicas out of runai",
+        )
+    count_variable = env.choose_name(("PET_NNODES", "WORLD_SIZE"))
+    count = env.read_number(count_variable, least=1)
+    requested = parse_digits(env.get("IMGKIT_NNODES", ""))
+    # WORLD_SIZE is ambiguous, because it counts pods in one operator and processes in another. So --nnodes
+    # decides.
+    if count_variable == "WORLD_SIZE" and requested is not None:
+        return requested, "IMGKIT_NNODES"
+    return count, count_variable
+
+
+class _Head(NamedTuple):
+    """The address and the port of the first pod, and the variables from which they were read.
+
+    The port is None if no variable contains it. A run on one pod needs neither address nor port.
+    """
+
+    host: str = ""
+    host_from: str = ""
+    port: int | None = None
+    port_from: str = ""
+
+
+def _find_head(env: Environment, nnodes: int, hosts: HostList) -> _Head:
+    """Return the address and the port of the first of several pods.
+
+    Raises
+    ------
+    NoPlan : no variable contains the address, or the port is not valid.
+    """
+    host, host_from = env.find_head(nnodes, hosts, "PET_MASTER_ADDR", "MASTER_ADDR")
+    port_from = env.find_first_set(("PET_MASTER_PORT", "MASTER_PORT"))
+    # PET_RDZV_ENDPOINT is "HOST:PORT" or "HOST". It takes precedence over MASTER_ADDR, but not over
+    # PET_MASTER_ADDR and the variables of the user.
+    endpoint = env.get("PET_RDZV_ENDPOINT", "")
+    if endpoint and host_from not in ("IMGKIT_HEAD", "IMGKIT_NODES", "PET_MASTER_ADDR"):
+        host, _, port_text = endpoint.partition(":")
+        host_from = "PET_RDZV_ENDPOINT"
+        if port_text:
+            # `read_port` below reads a variable, so store the port in one.
+            env, port_from = Environment({host_from: port_text}), host_from
+    if not host:
+        raise NoPlan(
+            f"the run has {nnodes} pods, but no variable says where the first one is",
+            where="PET_MASTER_ADDR, MASTER_ADDR",
+            hint="give --head HOST: the first pod, under a name that the others can reach",
+        )
+    return _Head(host, host_from, env.read_port(port_from), port_from)
 
 
 def start_argv(command: Sequence[str]) -> tuple[str, ...]:

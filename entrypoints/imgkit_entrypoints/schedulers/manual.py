@@ -31,21 +31,11 @@ def find_placement(env: Environment) -> Placement:
     ------
     NoPlan : a flag is missing or contradicts another. The message names all missing flags.
     """
-    listed = env.requested_nodes()
+    listed_hosts = env.requested_nodes()
+    nnodes, nnodes_from = max(1, len(listed_hosts)), env.find_first_set((NODES,))
     if env.get("IMGKIT_NNODES"):
-        nnodes_from = "IMGKIT_NNODES"
-        nnodes = env.read_number(nnodes_from, least=1)
-    else:
-        nnodes_from = env.find_first_set((NODES,))
-        nnodes = max(1, len(listed))
-    if listed and len(listed) != nnodes and nnodes > 1:
-        raise NoPlan(
-            f"{len(listed)} hosts ({', '.join(listed[:8])}), but --nnodes is {nnodes}",
-            where=NODES,
-            hint=f"leave --nnodes out, or list the {nnodes} hosts in the order of their ranks",
-        )
-    # With --nnodes 1, the list may still contain several hosts. It does not belong to this run then.
-    hosts = HostList(listed, NODES) if len(listed) == nnodes else HostList()
+        nnodes, nnodes_from = env.read_number("IMGKIT_NNODES", least=1), "IMGKIT_NNODES"
+    hosts = _choose_hosts(listed_hosts, nnodes)
     node_rank, rank_from = env.find_node_rank(nnodes, nnodes_from, hosts, "IMGKIT_NODE_RANK")
     head, head_from = env.find_head(nnodes, hosts, "MASTER_ADDR")
     missing = []
@@ -54,13 +44,7 @@ def find_placement(env: Environment) -> Placement:
     if nnodes > 1 and not head:
         missing.append("--head HOST")
     if node_rank is None or missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise NoPlan(
-            f"{' and '.join(missing)} {verb} missing for a run on {nnodes} nodes",
-            where=nnodes_from,
-            hint=f"on each node, give --nnodes {nnodes} --node-rank RANK --head HOST; RANK is 0 on HOST, and "
-            "counts up on the others",
-        )
+        raise _make_missing_error(missing, nnodes, nnodes_from)
     if node_rank >= nnodes:
         raise NoPlan(
             f"{node_rank} is not below --nnodes {nnodes}",
@@ -84,6 +68,37 @@ def find_placement(env: Environment) -> Placement:
         head=head,
         port=port,
         source=source,
+    )
+
+
+def _choose_hosts(listed_hosts: tuple[str, ...], nnodes: int) -> HostList:
+    """Return the hosts of the run, which are those in IMGKIT_NODES, or an empty list if there are none.
+
+    With ``--nnodes 1``, the variable may still list several hosts, which do not belong to this run.
+
+    Raises
+    ------
+    NoPlan : the variable lists another number of hosts than the `nnodes` nodes of the run.
+    """
+    if len(listed_hosts) == nnodes:
+        return HostList(listed_hosts, NODES)
+    if listed_hosts and nnodes > 1:
+        raise NoPlan(
+            f"{len(listed_hosts)} hosts ({', '.join(listed_hosts[:8])}), but --nnodes is {nnodes}",
+            where=NODES,
+            hint=f"leave --nnodes out, or list the {nnodes} hosts in the order of their ranks",
+        )
+    return HostList()
+
+
+def _make_missing_error(flags: Sequence[str], nnodes: int, nnodes_from: str) -> NoPlan:
+    """Return the error for missing flags. `nnodes_from` is the variable with the number of nodes."""
+    verb = "is" if len(flags) == 1 else "are"
+    return NoPlan(
+        f"{' and '.join(flags)} {verb} missing for a run on {nnodes} nodes",
+        where=nnodes_from,
+        hint=f"on each node, give --nnodes {nnodes} --node-rank RANK --head HOST; RANK is 0 on HOST, and "
+        "counts up on the others",
     )
 
 

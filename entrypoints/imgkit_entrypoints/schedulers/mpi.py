@@ -133,19 +133,10 @@ class MpiLauncher:
         node_rank, node_rank_variable = self._find_node_rank(env, ranks, nnodes)
         head, head_variable = env.find_head(nnodes, hosts, "MASTER_ADDR")
         if nnodes > 1 and not head:
-            host = env.hostname() if ranks.rank == 0 else ""
-            raise NoPlan(
-                f"the run has {nnodes} nodes, but {self.NAME} does not say which host has rank 0",
-                where="IMGKIT_HEAD",
-                hint=f"{self._make_hint('IMGKIT_HEAD', host or 'HOST')}: the host of rank 0, under a name "
-                "that the other nodes can reach",
-            )
-        # The number of nodes was computed from these two.
-        size_variable = env.find_first_set(self.fields.world_size) or hosts.variable
-        local_size_variable = env.find_first_set(self.fields.local_world_size)
+            raise self._make_head_error(env, nnodes, ranks.rank)
         job_id_variables = env.find_set(*self.fields.job_id)
         source = {
-            "nnodes": ", ".join(env.find_set(size_variable, local_size_variable)),
+            "nnodes": self._list_size_variables(env, hosts),
             "node_rank": node_rank_variable,
             "head": head_variable,
             "hosts": hosts.variable,
@@ -172,6 +163,22 @@ class MpiLauncher:
         """Return a hint that shows how to set the variable `name` on the command line of the launcher."""
         return f"start it with `{' '.join((self.program, *self.export_options(name, value)))} ...`"
 
+    def _make_head_error(self, env: Environment, nnodes: int, rank: int) -> NoPlan:
+        """Return the error about the unknown address of node 0. On rank 0, the hint has its host name."""
+        host = env.hostname() if rank == 0 else ""
+        return NoPlan(
+            f"the run has {nnodes} nodes, but {self.NAME} does not say which host has rank 0",
+            where="IMGKIT_HEAD",
+            hint=f"{self._make_hint('IMGKIT_HEAD', host or 'HOST')}: the host of rank 0, under a name "
+            "that the other nodes can reach",
+        )
+
+    def _list_size_variables(self, env: Environment, hosts: HostList) -> str:
+        """Return the variables from which the number of nodes was computed, separated by commas."""
+        size_variable = env.find_first_set(self.fields.world_size) or hosts.variable
+        local_size_variable = env.find_first_set(self.fields.local_world_size)
+        return ", ".join(env.find_set(size_variable, local_size_variable))
+
     def _read_ranks(self, env: Environment, host_count: int) -> Direct:
         """Return the rank of this process, and the number of ranks in the job and on this node.
 
@@ -188,14 +195,7 @@ class MpiLauncher:
             size = env.read_number(world_size_variable, least=1)
         rank_variable = env.choose_name(self.fields.rank)
         rank = env.read_number(rank_variable)
-        local_rank_variable = env.find_first_set(self.fields.local_rank)
-        local_rank = 0
-        # With one rank on the node, its local rank is 0, even if no variable contains it.
-        if local_rank_variable or local_size > 1:
-            local_rank = env.read_number(env.choose_name(self.fields.local_rank))
-        if local_rank >= local_size:
-            problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
-            raise NoPlan(problem, where=local_rank_variable)
+        local_rank = self._read_local_rank(env, local_size)
         if size % local_size:  # nnodes, the quotient of both, must be a whole number
             raise NoPlan(
                 f"the job has {size} ranks, {local_size} of them on this node: nodes have different numbers "
@@ -210,6 +210,22 @@ class MpiLauncher:
                 where=env.quote(rank_variable, world_size_variable),
             )
         return Direct(rank=rank, local_rank=local_rank, world_size=size, local_world_size=local_size)
+
+    def _read_local_rank(self, env: Environment, local_size: int) -> int:
+        """Return the rank of this process among the `local_size` ranks on this node.
+
+        Raises
+        ------
+        NoPlan : no variable contains the local rank, although the node has several, or it is too large.
+        """
+        variable = env.find_first_set(self.fields.local_rank)
+        if not variable and local_size == 1:
+            return 0
+        local_rank = env.read_number(env.choose_name(self.fields.local_rank))
+        if local_rank >= local_size:
+            problem = f"this is local rank {local_rank}, but the node has only ranks 0 to {local_size - 1}"
+            raise NoPlan(problem, where=variable)
+        return local_rank
 
     def _read_local_size(self, env: Environment, host_count: int) -> int:
         """Return the number of ranks on this node.

@@ -24,7 +24,7 @@ import shlex
 from collections.abc import Sequence
 
 from imgkit_entrypoints.errors import NoPlan
-from imgkit_entrypoints.schedulers.environment import NODES, Environment, short_host
+from imgkit_entrypoints.schedulers.environment import NODES, Environment, HostList, short_host
 from imgkit_entrypoints.schedulers.placement import Placement, WrongStart
 
 NAME = "pbs"
@@ -63,40 +63,16 @@ def find_placement(env: Environment) -> Placement:
     NoPlan : the job's hosts are unknown, or this host is not one of them.
     """
     hosts = env.find_hosts()
-    if hosts.names:
-        nnodes, nnodes_from = len(hosts.names), hosts.variable
-    elif env.get("IMGKIT_NNODES") == "1":  # with --nnodes 1, the user requests only this host
-        nnodes, nnodes_from = 1, "IMGKIT_NNODES"
-    else:
-        raise NoPlan(
-            "this is a PBS job, but its host list is not visible here",
-            where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
-            hint=f'in the job script: export {NODES}="$({_LIST_HOSTS})", and pass it into the container '
-            f'(--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
-        )
-    names = ", ".join(hosts.names[:8])
+    nnodes, nnodes_from = _choose_host_count(env, hosts)
     if nnodes > 1 and _is_script(env):
         evidence = env.find_first_set(("PBS_ENVIRONMENT", "PBS_TASKNUM", "PBS_NODEFILE"))
         raise WrongStart(
-            f"the job has {nnodes} hosts ({names}), but this is the job script's process: PBS starts nothing "
-            "on the others",
+            f"the job has {nnodes} hosts ({_list_names(hosts)}), but this is the job script's process: PBS "
+            "starts nothing on the others",
             where=f"{hosts.variable}, {evidence}",
             nnodes=nnodes,
         )
-    node_rank, rank_from = env.find_node_rank(nnodes, nnodes_from, hosts, "PBS_NODENUM", "IMGKIT_NODE_RANK")
-    if node_rank is None:
-        host = short_host(env.hostname()) or "its name"
-        raise NoPlan(
-            f"this host is not in the job's host list: {host} is not one of {names}",
-            where="PBS_NODENUM",
-            hint="start the command with mpiexec or pbsdsh, or give --node-rank",
-        )
-    if node_rank >= nnodes:
-        raise NoPlan(
-            f"this is host {node_rank} of the job, counted from 0, but {hosts.variable} lists only {nnodes}: "
-            f"{names}",
-            where=f"{rank_from}={node_rank}",
-        )
+    node_rank, rank_from = _find_node_rank(env, nnodes, nnodes_from, hosts)
     head, head_from = env.find_head(nnodes, hosts)
     source = {
         "nnodes": nnodes_from,
@@ -114,6 +90,54 @@ def find_placement(env: Environment) -> Placement:
         job_id=env.get("PBS_JOBID", ""),
         source=source,
     )
+
+
+def _choose_host_count(env: Environment, hosts: HostList) -> tuple[int, str]:
+    """Return the number of hosts of the run, and the variable from which it was read.
+
+    Raises
+    ------
+    NoPlan : the hosts of the job are unknown, and the user has not requested a run on this host alone.
+    """
+    if hosts.names:
+        return len(hosts.names), hosts.variable
+    if env.get("IMGKIT_NNODES") == "1":  # the variable of --nnodes
+        return 1, "IMGKIT_NNODES"
+    raise NoPlan(
+        "this is a PBS job, but its host list is not visible here",
+        where=f"PBS_NODEFILE={env.get('PBS_NODEFILE', '')}",
+        hint=f'in the job script: export {NODES}="$({_LIST_HOSTS})", and pass it into the container '
+        f'(--env {NODES}="${NODES}"). To use this host alone: --nnodes 1',
+    )
+
+
+def _find_node_rank(env: Environment, nnodes: int, nnodes_from: str, hosts: HostList) -> tuple[int, str]:
+    """Return the index of this host in the job, and its source, such as ``PBS_NODENUM``.
+
+    Raises
+    ------
+    NoPlan : this host is not one of `hosts`, or its index is not below `nnodes`.
+    """
+    node_rank, rank_from = env.find_node_rank(nnodes, nnodes_from, hosts, "PBS_NODENUM", "IMGKIT_NODE_RANK")
+    if node_rank is None:
+        host = short_host(env.hostname()) or "its name"
+        raise NoPlan(
+            f"this host is not in the job's host list: {host} is not one of {_list_names(hosts)}",
+            where="PBS_NODENUM",
+            hint="start the command with mpiexec or pbsdsh, or give --node-rank",
+        )
+    if node_rank >= nnodes:
+        raise NoPlan(
+            f"this is host {node_rank} of the job, counted from 0, but {hosts.variable} lists only {nnodes}: "
+            f"{_list_names(hosts)}",
+            where=f"{rank_from}={node_rank}",
+        )
+    return node_rank, rank_from
+
+
+def _list_names(hosts: HostList) -> str:
+    """Return the names of the first 8 hosts, separated by commas, for messages."""
+    return ", ".join(hosts.names[:8])
 
 
 def start_argv(command: Sequence[str], *, line_index: str) -> tuple[str, ...]:

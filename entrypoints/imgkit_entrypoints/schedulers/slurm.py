@@ -74,45 +74,13 @@ def find_placement(env: Environment) -> Placement:
     WrongStart : this is the shell of the batch script or of salloc, and the job has several nodes.
     NoPlan : the job is heterogeneous, or variables contradict each other.
     """
-    components = _find_hetjob_variables(env)
-    if components:
-        raise NoPlan(
-            "this is a heterogeneous Slurm job, which is not supported",
-            where=env.quote(*components[:2]),
-            hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
-        )
+    _refuse_heterogeneous_job(env)
     if not env.find_set(*FIELDS["nnodes"], *FIELDS["hosts"]):
         return _find_placement_outside_step(env)
+    # A name that ends with _from is the variable that contains the value, for messages.
     step_hosts = _expand_hosts(env, FIELDS["hosts"])
-    hosts = step_hosts.names
-    nnodes_from = env.find_first_set(FIELDS["nnodes"])
-    nnodes = env.read_number(nnodes_from, least=1) if nnodes_from else len(hosts)
-    job_nodes, job_nodes_from = _read_node_count(env)
-    if nnodes < job_nodes and _is_shell(env):
-        raise WrongStart(
-            f"this is the shell of salloc, on 1 of the job's {job_nodes} nodes: srun has started nothing on "
-            "the others",
-            where=env.quote(job_nodes_from),
-            nnodes=job_nodes,
-        )
-    if hosts and len(hosts) != nnodes:
-        problem = f"{env[step_hosts.variable]} has {len(hosts)} hosts, but {nnodes_from} says {nnodes}"
-        raise NoPlan(problem, where=step_hosts.variable)
-    rank_from = env.choose_name(FIELDS["node_rank"])
-    node_rank = env.read_number(rank_from) if nnodes > 1 else 0
-    if node_rank >= nnodes:
-        problem = f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}"
-        raise NoPlan(problem, where=rank_from)
-    # SLURMD_NODENAME is the name of this node. If the rank belongs to another node in the list, the variables
-    # of another task were passed on to this one.
-    node = env.get("SLURMD_NODENAME", "")
-    if node in hosts and hosts[node_rank] != node and hosts.count(node) == 1:
-        raise NoPlan(
-            f"{rank_from}={node_rank} is {hosts[node_rank]} in {env[step_hosts.variable]}, but this node is "
-            f"{node}",
-            where="SLURMD_NODENAME",
-            hint="check whether the job script passes the environment of one task on to another",
-        )
+    nnodes, nnodes_from = _read_step_size(env, step_hosts)
+    node_rank, rank_from = _read_node_rank(env, nnodes, step_hosts)
     run_hosts = env.choose_hosts(nnodes, step_hosts)
     head, head_from = env.find_head(nnodes, run_hosts)
     if nnodes > 1 and not head:
@@ -123,7 +91,7 @@ def find_placement(env: Environment) -> Placement:
         )
     job_id, job_id_from = _job_id(env)
     source = {
-        "nnodes": nnodes_from or step_hosts.variable,
+        "nnodes": nnodes_from,
         "node_rank": rank_from,
         "hosts": run_hosts.variable,
         "head": head_from,
@@ -139,6 +107,68 @@ def find_placement(env: Environment) -> Placement:
         source=source,
         direct=None if _is_shell(env) else _find_direct_rank(env, nnodes, node_rank),
     )
+
+
+def _refuse_heterogeneous_job(env: Environment) -> None:
+    """Raise NoPlan in a heterogeneous job, whose nodes belong to several components."""
+    components = _find_hetjob_variables(env)
+    if components:
+        raise NoPlan(
+            "this is a heterogeneous Slurm job, which is not supported",
+            where=env.quote(*components[:2]),
+            hint="request all nodes in one component: no `:` in the request, and no `#SBATCH hetjob`",
+        )
+
+
+def _read_step_size(env: Environment, hosts: HostList) -> tuple[int, str]:
+    """Return the number of nodes of the step, and the variable from which it was read.
+
+    Raises
+    ------
+    WrongStart : the step is the shell of salloc, which runs on one of several nodes.
+    NoPlan : the number of nodes differs from the number of `hosts` in the step.
+    """
+    nnodes, nnodes_from = len(hosts.names), hosts.variable
+    size_variable = env.find_first_set(FIELDS["nnodes"])
+    if size_variable:
+        nnodes, nnodes_from = env.read_number(size_variable, least=1), size_variable
+    job_nodes, job_nodes_from = _read_node_count(env)
+    if nnodes < job_nodes and _is_shell(env):
+        raise WrongStart(
+            f"this is the shell of salloc, on 1 of the job's {job_nodes} nodes: srun has started nothing on "
+            "the others",
+            where=env.quote(job_nodes_from),
+            nnodes=job_nodes,
+        )
+    if hosts.names and len(hosts.names) != nnodes:
+        problem = f"{env[hosts.variable]} has {len(hosts.names)} hosts, but {nnodes_from} says {nnodes}"
+        raise NoPlan(problem, where=hosts.variable)
+    return nnodes, nnodes_from
+
+
+def _read_node_rank(env: Environment, nnodes: int, hosts: HostList) -> tuple[int, str]:
+    """Return the rank of this node in the step, and the variable that contains it.
+
+    Raises
+    ------
+    NoPlan : the rank is not below `nnodes`, or it is the rank of another of the step's `hosts`.
+    """
+    rank_from = env.choose_name(FIELDS["node_rank"])
+    node_rank = env.read_number(rank_from) if nnodes > 1 else 0
+    if node_rank >= nnodes:
+        problem = f"{rank_from} is {node_rank}, but the step has only nodes 0 to {nnodes - 1}"
+        raise NoPlan(problem, where=rank_from)
+    # SLURMD_NODENAME is the name of this node. If the rank belongs to another node in the list, the variables
+    # of another task were passed on to this one.
+    node = env.get("SLURMD_NODENAME", "")
+    if hosts.names.count(node) == 1 and hosts.names[node_rank] != node:
+        raise NoPlan(
+            f"{rank_from}={node_rank} is {hosts.names[node_rank]} in {env[hosts.variable]}, but this node is "
+            f"{node}",
+            where="SLURMD_NODENAME",
+            hint="check whether the job script passes the environment of one task on to another",
+        )
+    return node_rank, rank_from
 
 
 def start_argv(
@@ -229,7 +259,6 @@ def _find_placement_outside_step(env: Environment) -> Placement:
     WrongStart : the job has several nodes, or this shell does not run on the job's node. The caller adds the
         command that starts the run on `nnodes` nodes.
     """
-    # A name that ends with _from is the variable that contains the value, for messages.
     nnodes, nnodes_from = _read_node_count(env)
     hosts = _expand_hosts(env, JOB_FIELDS["hosts"])
     # A batch script has SLURM_NODEID, but a shell of salloc on the login node does not.
@@ -243,19 +272,28 @@ def _find_placement_outside_step(env: Environment) -> Placement:
             where=env.quote(nnodes_from),
             nnodes=nnodes,
         )
-    # In a job of one node, salloc may have opened the shell on that node or on the login node.
-    hostname = env.hostname()
-    if not is_on_node and hosts.names and hostname:
-        job_node = hosts.names[0]
-        if short_host(hostname) != short_host(job_node):
-            raise WrongStart(
-                f"this shell runs on {hostname}, but the job's node is {job_node}",
-                where=env.quote(hosts.variable),
-                nnodes=1,
-            )
+    if not is_on_node:
+        _refuse_other_machine(env, hosts)
     job_id, job_id_from = _job_id(env)
     source = {"nnodes": nnodes_from, "hosts": hosts.variable, "job_id": job_id_from}
     return Placement(scheduler=NAME, nnodes=1, node_rank=0, hosts=hosts.names, job_id=job_id, source=source)
+
+
+def _refuse_other_machine(env: Environment, hosts: HostList) -> None:
+    """Raise WrongStart if a shell of salloc does not run on the only node of its job, the first of `hosts`.
+
+    salloc opens the shell on that node or on the login node. If one of the names is unknown, do nothing.
+    """
+    hostname = env.hostname()
+    if not hosts.names or not hostname:
+        return
+    job_node = hosts.names[0]
+    if short_host(hostname) != short_host(job_node):
+        raise WrongStart(
+            f"this shell runs on {hostname}, but the job's node is {job_node}",
+            where=env.quote(hosts.variable),
+            nnodes=1,
+        )
 
 
 def _job_id(env: Environment) -> tuple[str, str]:
@@ -295,16 +333,25 @@ def _read_task_counts(env: Environment, nnodes: int) -> Sequence[int]:
     NoPlan : the numbers of tasks and nodes contradict each other, or a number is missing.
     """
     counts_from = env.find_first_set(FIELDS["tasks"])
-    if counts_from:
-        counts_text = env[counts_from]  # "4(x2),3"
-        counts = expand_counts(counts_text, where=counts_from)
-        if len(counts) != nnodes:
-            problem = (
-                f"{counts_from} has counts for {len(counts)} nodes, but the step has {nnodes}: {counts_text}"
-            )
-            raise NoPlan(problem, where=counts_from)
-        return counts
-    # Without the counts, all nodes must have the same number of tasks.
+    if not counts_from:
+        return _divide_tasks(env, nnodes)
+    counts_text = env[counts_from]  # "4(x2),3"
+    counts = expand_counts(counts_text, where=counts_from)
+    if len(counts) != nnodes:
+        problem = (
+            f"{counts_from} has counts for {len(counts)} nodes, but the step has {nnodes}: {counts_text}"
+        )
+        raise NoPlan(problem, where=counts_from)
+    return counts
+
+
+def _divide_tasks(env: Environment, nnodes: int) -> Sequence[int]:
+    """Return the same number of tasks for each node, because no variable contains the numbers.
+
+    Raises
+    ------
+    NoPlan : the tasks of the step cannot be divided equally.
+    """
     total_from = env.find_first_set(FIELDS["world_size"])
     total = env.read_number(total_from, least=1) if total_from else nnodes  # one task on each node
     if total % nnodes:

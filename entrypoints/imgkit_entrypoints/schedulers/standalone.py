@@ -70,24 +70,14 @@ def _find_direct_placement(env: Environment) -> Placement:
     ------
     NoPlan : ``--direct`` is not given, a variable is missing, or the nodes have different numbers of ranks.
     """
-    where = env.quote(*RANK_VARIABLES)
     if env.get("IMGKIT_DIRECT") != "1":
         raise NoPlan(
             "this process is already one rank of several: a node agent here would start workers for each",
-            where=where,
+            where=env.quote(*RANK_VARIABLES),
             hint="start the command once per node. To run the program as this rank: --direct. To use this "
             f"machine alone, where the variables are left over: unset {' '.join(RANK_VARIABLES)}",
         )
-    if not env.get("LOCAL_WORLD_SIZE"):
-        raise NoPlan("--direct also needs LOCAL_WORLD_SIZE", where=where)
-    ranks = Direct(
-        rank=env.read_number("RANK"),
-        local_rank=env.read_number("LOCAL_RANK"),
-        world_size=env.read_number("WORLD_SIZE"),
-        local_world_size=env.read_number("LOCAL_WORLD_SIZE", least=1),
-    )
-    if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
-        raise NoPlan("RANK must be below WORLD_SIZE, and LOCAL_RANK below LOCAL_WORLD_SIZE", where=where)
+    ranks = _read_ranks(env)
     nnodes, uneven = divmod(ranks.world_size, ranks.local_world_size)
     head = env.get("MASTER_ADDR", "") if nnodes > 1 else ""
     if uneven or (nnodes > 1 and not head):
@@ -104,3 +94,24 @@ def _find_direct_placement(env: Environment) -> Placement:
         source={"nnodes": "WORLD_SIZE, LOCAL_WORLD_SIZE", "node_rank": "RANK", "head": "MASTER_ADDR"},
         direct=ranks,
     )
+
+
+def _read_ranks(env: Environment) -> Direct:
+    """Return the rank of this process from torch's variables.
+
+    Raises
+    ------
+    NoPlan : a variable is missing, or a rank is not below the number of ranks.
+    """
+    where = env.quote(*RANK_VARIABLES)
+    if not env.get("LOCAL_WORLD_SIZE"):
+        raise NoPlan("--direct also needs LOCAL_WORLD_SIZE", where=where)
+    ranks = Direct(
+        rank=env.read_number("RANK"),
+        local_rank=env.read_number("LOCAL_RANK"),
+        world_size=env.read_number("WORLD_SIZE"),
+        local_world_size=env.read_number("LOCAL_WORLD_SIZE", least=1),
+    )
+    if ranks.rank >= ranks.world_size or ranks.local_rank >= ranks.local_world_size:
+        raise NoPlan("RANK must be below WORLD_SIZE, and LOCAL_RANK below LOCAL_WORLD_SIZE", where=where)
+    return ranks

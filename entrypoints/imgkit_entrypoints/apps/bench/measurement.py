@@ -133,6 +133,19 @@ class Measurer:
             wrong, first_wrong = self._verify_iterations(
                 self.expected, collective, buffers[0], counts, is_slow
             )
+        return self._join_results(counts, batches, wrong, first_wrong)
+
+    def _join_results(
+        self, counts: Counts, batches: Sequence[float], wrong: int, first_wrong: WrongElement | None
+    ) -> Measurement:
+        """Exchange the results of all ranks, and return them as one measurement.
+
+        Parameters
+        ----------
+        batches : duration of each batch on this rank, in seconds. The slowest rank counts.
+        wrong : number of wrong elements on this rank.
+        first_wrong : the first wrong element on this rank, or None if there is none.
+        """
         # Exchange the number of wrong elements together with the times, to save one collective.
         rows = self.gather_rows([float(wrong), *batches])
         wrong_counts, *batch_times = zip(*rows, strict=True)

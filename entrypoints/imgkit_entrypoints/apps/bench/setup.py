@@ -75,22 +75,11 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
         output_paths["IMGKIT_RUN_DIR=FOLDER"] = run_file
     _refuse_on_rank_0(options, ranks, len(hosts), line_rate_Gbps, output_paths)
     free_bytes = _find_least_free_bytes(ranks, ranks_on_node)
-    dtype = verify.dtype_named(options.dtype)
-    expected = None
-    if options.verify:
-        expected = ExpectedValues(dtype, ranks.world_size, ranks.device)
     return RunSetup(
         options=options,
         ranks=ranks,
         node_names=node_names,
-        measurer=Measurer(
-            options=options,
-            ranks=ranks,
-            dtype=dtype,
-            expected=expected,
-            noise=Noise(dtype, ranks.device),
-            rotated_bytes=int(min(ROTATED_BYTES[ranks.device.type], machine.ROTATED_SHARE * free_bytes)),
-        ),
+        measurer=_create_measurer(options, ranks, free_bytes),
         world=World(
             ranks=ranks.world_size,
             nodes=len(hosts),
@@ -103,6 +92,22 @@ def set_up(options: BenchOptions, ranks: Ranks) -> RunSetup:
         line_rate_Gbps=line_rate_Gbps,
         free_bytes=free_bytes,
         run_file=run_file,
+    )
+
+
+def _create_measurer(options: BenchOptions, ranks: Ranks, free_bytes: float) -> Measurer:
+    """Return the object that times and verifies collectives. `free_bytes` limits the size of its buffers."""
+    dtype = verify.dtype_named(options.dtype)
+    expected = None
+    if options.verify:
+        expected = ExpectedValues(dtype, ranks.world_size, ranks.device)
+    return Measurer(
+        options=options,
+        ranks=ranks,
+        dtype=dtype,
+        expected=expected,
+        noise=Noise(dtype, ranks.device),
+        rotated_bytes=int(min(ROTATED_BYTES[ranks.device.type], machine.ROTATED_SHARE * free_bytes)),
     )
 
 

@@ -9,7 +9,7 @@ import os
 import platform
 import resource
 import sys
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -23,8 +23,8 @@ from imgkit_entrypoints.apps import ranks as workers
 from imgkit_entrypoints.apps.train import datasets, main_loop, models, options, plugins
 from imgkit_entrypoints.apps.train.batches import BadSample, Batches
 from imgkit_entrypoints.apps.train.config import Config, parse_interval, steps_per_line, total_steps
-from imgkit_entrypoints.apps.train.main_loop import Course, MainLoop, RunEnd
-from imgkit_entrypoints.apps.train.order import plan_order, seed_of
+from imgkit_entrypoints.apps.train.main_loop import Course, MainLoop, RunEnd, Steps
+from imgkit_entrypoints.apps.train.order import Order, plan_order, seed_of
 from imgkit_entrypoints.apps.train.profiling import WorkClock, trace_steps
 from imgkit_entrypoints.apps.train.run_log import RunLog, Workload
 from imgkit_entrypoints.apps.train.stragglers import RankOnNode
@@ -33,6 +33,7 @@ from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, ImgkitError, UsageEr
 from imgkit_entrypoints.launch import user_program
 from imgkit_entrypoints.launch.start_up import StartUp
 from imgkit_entrypoints.run import Run
+from imgkit_entrypoints.run.checkpoint import Checkpoint
 from imgkit_entrypoints.run.random_state import seed_everything
 from imgkit_entrypoints.run.ranks import Ranks, ranks_by_value
 
@@ -112,6 +113,46 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     _refuse_other_options(config, ranks)
     if ranks.rank == 0 and config.run_dir is None:
         say("nothing is saved without a run folder: --run-dir DIR")
+    plan = _plan_run(config, run, ranks)
+    if plan.course.position.step >= plan.steps:  # an earlier start has done all steps
+        return 0
+    held_out = None
+    if parse_interval(plan.config.eval_every, 1):  # 0 means no evaluation
+        held_out = load_data(plan.config, "eval")
+    start_up.record("data")
+    training = _prepare_training(plan, run, ranks, start_up)
+    trainer = training.trainer
+    report = None
+    evaluation = None
+    if ranks.rank == 0:
+        report = RunLog(plan.config, training.workload, start_up, say, plan.course.first_loss)
+    if held_out is not None:
+        evaluation = Evaluation(held_out, plan.order, plan.config, trainer, ranks)
+    loop = MainLoop(run, trainer, plan.course, report, evaluation, start_up)
+    run.add_up(StepSums(trainer, training.clock, ranks, loop.log_steps), every=plan.config.log_every)
+    end = loop.run_to_end(training.steps, plan.config, training.workload)
+    _write_summary(end, run, report, plan.steps)
+    return end.exit_code
+
+
+class _Plan(NamedTuple):
+    """The options, the data and the length of a run, and the state from which this start continues."""
+
+    config: Config
+    samples: Any
+    order: Order
+    steps: int
+    """Number of steps of the whole run, including those of earlier starts."""
+    course: Course
+    checkpoint: Checkpoint | None
+    """The state to restore, or None if the run begins."""
+
+
+def _plan_run(config: Config, run: Run, ranks: Ranks) -> _Plan:
+    """Load the training data, and return the plan of a new run, or of the run in the latest checkpoint.
+
+    If a run resumes, rank 0 reports this, and the options and the data that have changed.
+    """
     checkpoint = main_loop.find_checkpoint(config, run)
     course = Course()
     changes = list[str]()
@@ -126,58 +167,59 @@ def train(config: Config, run: Run, ranks: Ranks, start_up: StartUp) -> int:
     _refuse_late_trace(config, steps)
     log_every = config.log_every or steps_per_line(steps)
     config = dataclasses.replace(config, global_batch=order.global_batch, log_every=log_every)
-    start = course.position
     course.samples = len(samples)
     course.config = _list_shared_options(config)
-    if checkpoint is not None:
-        if ranks.rank == 0:
-            say(f"resumes after step {start.step} of {steps}: {checkpoint.folder}")
-            for change in changes:
-                say(change)
-        if start.step >= steps:
-            return 0
-    held_out = None
-    if parse_interval(config.eval_every, 1):  # 0 means no evaluation
-        held_out = load_data(config, "eval")
-    start_up.record("data")
+    if checkpoint is not None and ranks.rank == 0:
+        say(f"resumes after step {course.position.step} of {steps}: {checkpoint.folder}")
+        for change in changes:
+            say(change)
+    return _Plan(config, samples, order, steps, course, checkpoint)
+
+
+class _Training(NamedTuple):
+    """The objects with which this rank takes the remaining steps."""
+
+    trainer: Trainer
+    clock: WorkClock
+    steps: Steps
+    workload: Workload
+
+
+def _prepare_training(plan: _Plan, run: Run, ranks: Ranks, start_up: StartUp) -> _Training:
+    """Create the model and the optimizer, and warm them up with the first batch.
+
+    If there is a checkpoint, restore their state from it.
+    """
+    config = plan.config
+    start = plan.course.position
     clock = WorkClock(ranks)
     loss = _load_function(config.step, plugins.STEP, models.mean_loss)
-    trainer = Trainer(config, create_model(config), loss, steps, ranks, clock)
+    trainer = Trainer(config, create_model(config), loss, plan.steps, ranks, clock)
     start_up.record("model")
-    feed = Batches(samples, order, config, ranks, channels_last=trainer.channels_last)
-    batches = feed.iterate_steps(start, steps)
+    feed = Batches(plan.samples, plan.order, config, ranks, channels_last=trainer.channels_last)
+    batches = feed.iterate_steps(start, plan.steps)
     # The warm-up needs a batch, so take the first one here. `all_steps` below puts it back in front.
     first_step = next(batches)
     _, first_micro_batches = first_step
     start_up.record("data")
     trainer.warm_up(first_micro_batches[0])
     start_up.record("first_step")
-    run.track(weights=trainer.plain, optimizer=trainer, course=course)
-    if checkpoint is not None:
-        run.restore(checkpoint)
+    run.track(weights=trainer.plain, optimizer=trainer, course=plan.course)
+    if plan.checkpoint is not None:
+        run.restore(plan.checkpoint)
     start_up.record("model")
     workload = Workload(
         start=start.step,
-        steps=steps,
-        steps_per_epoch=order.steps_per_epoch,
+        steps=plan.steps,
+        steps_per_epoch=plan.order.steps_per_epoch,
         placements=ranks.gather(RankOnNode(node=platform.node(), local_rank=ranks.local_rank)),
         waited_s=lambda: feed.waited_s,
         memory_MiB=lambda: _peak_memory_MiB(ranks),
         tokens_per_sample=_count_tokens(first_micro_batches[0].batch),
         names=trainer.number_names,
     )
-    report = None
-    evaluation = None
-    if ranks.rank == 0:
-        report = RunLog(config, workload, start_up, say, course.first_loss)
-    if held_out is not None:
-        evaluation = Evaluation(held_out, order, config, trainer, ranks)
-    loop = MainLoop(run, trainer, course, report, evaluation, start_up)
-    run.add_up(StepSums(trainer, clock, ranks, loop.log_steps), every=config.log_every)
     all_steps = trace_steps(itertools.chain((first_step,), batches), config, ranks)
-    end = loop.run_to_end(all_steps, config, workload)
-    _write_summary(end, run, report, steps)
-    return end.exit_code
+    return _Training(trainer, clock, all_steps, workload)
 
 
 def _refuse_late_trace(config: Config, steps: int) -> None:

@@ -189,11 +189,7 @@ class RunLog:
         self._metrics.add(values)
         # Loggers get the step as an argument. Each of the user's numbers gets a key of its own.
         self._loggers.log(values.pop("step"), {**values, **numbers})
-        # The estimate of the remaining time also includes evaluations and saves.
-        elapsed_s = time.perf_counter() - self._start_s
-        step_s = elapsed_s / (step - workload.start)
-        left_s = step_s * (workload.steps - step)
-        terminal.print_results(self._format_line(step, values, left_s))
+        terminal.print_results(self._format_line(step, values))
 
     def _average_steps(self, entries: Sequence[LatestSteps]) -> tuple[float | None, dict[str, float | None]]:
         """Return the mean loss over steps, and the mean of each of the user's numbers by name.
@@ -212,13 +208,10 @@ class RunLog:
         json_means = map(_drop_infinite, number_means)
         return mean_loss, dict(zip(names, json_means, strict=True))
 
-    def _format_line(self, step: int, values: Mapping[str, Any], left_s: float) -> str:
+    def _format_line(self, step: int, values: Mapping[str, Any]) -> str:
         """Return the line of progress for the terminal: ``step 10/100  loss 0.123456  ...  5s left``.
 
-        Parameters
-        ----------
-        values : the values that are written to ``metrics.jsonl``.
-        left_s : estimated time until the end of the run, in seconds.
+        `values` are the values that are written to ``metrics.jsonl``.
         """
         columns = [self._progress(step), _format_number("loss", values["loss"], ".6f")]
         for name, value in values["numbers"].items():
@@ -229,8 +222,14 @@ class RunLog:
         columns.append(f"{values['memory_MiB']:.0f} MiB")
         if self._skipped:
             columns.append(f"{self._skipped} skipped")
-        columns.append(f"{format_duration(left_s)} left")
+        columns.append(f"{format_duration(self._estimate_left_s(step))} left")
         return "  ".join(columns)
+
+    def _estimate_left_s(self, step: int) -> float:
+        """Estimate the time in seconds from `step` to the end of the run, including evaluations and saves."""
+        elapsed_s = time.perf_counter() - self._start_s
+        step_s = elapsed_s / (step - self._workload.start)
+        return step_s * (self._workload.steps - step)
 
     def close(self, *, step: int, reason: str, saved_step: int, saving_s: float, stall_s: float) -> None:
         """Write the last line of progress, the summary of this start, and the charts.
@@ -249,7 +248,6 @@ class RunLog:
         rate = 0.0
         if self._trained_steps:
             rate = self._trained_steps * self._global_batch / self._training_s
-        starts = self._start_up.parts
         summary = {
             "schema": SCHEMA,
             "imgkit": __version__,
@@ -265,7 +263,7 @@ class RunLog:
             "ranks": self._ranks,
             "samples_per_s": rate,
             "seconds": time.perf_counter() - self._start_s,
-            "start_s": {name: round(seconds, 3) for name, seconds in starts.items()},
+            "start_s": {name: round(seconds, 3) for name, seconds in self._start_up.parts.items()},
             "training_s": self._training_s,
             "evaluation_s": self._evaluation_s,
             "saving_s": saving_s,
@@ -276,6 +274,16 @@ class RunLog:
         text = json.dumps(summary, indent=2) + "\n"
         self._metrics.write(lambda folder: files.write_file(folder / "summary.json", text))
         self._metrics.write(_write_curves)
+        losses = f"loss {self._first_loss:.6f} -> {self._last_loss:.6f}"
+        speed = f"{self._ranks} ranks, {rate:.0f} samples/s while training"
+        terminal.print_results(f"{losses}, {speed}; {self._format_durations(saving_s)}")
+
+    def _format_durations(self, saving_s: float) -> str:
+        """Return how long each part of this start took: ``2.1 s starting (imports 1.5 s), 9.0 s training``.
+
+        `saving_s` is the time in seconds that the training has waited for saves.
+        """
+        starts = self._start_up.parts
         longest_part = max(starts, key=lambda name: starts[name], default="")
         durations = {
             f"starting ({longest_part} {starts.get(longest_part, 0.0):.1f} s)": sum(starts.values()),
@@ -283,11 +291,7 @@ class RunLog:
             "evaluation": self._evaluation_s,
             "saving": saving_s,
         }
-        breakdown = ", ".join(f"{seconds:.1f} s {name}" for name, seconds in durations.items() if seconds)
-        losses = f"loss {self._first_loss:.6f} -> {self._last_loss:.6f}"
-        terminal.print_results(
-            f"{losses}, {self._ranks} ranks, {rate:.0f} samples/s while training; {breakdown}"
-        )
+        return ", ".join(f"{seconds:.1f} s {name}" for name, seconds in durations.items() if seconds)
 
 
 def _drop_infinite(value: float) -> float | None:

@@ -435,6 +435,17 @@ class StepSums:
         """
         if not exchange.steps:  # no step has ended since the last exchange
             return
+        latest = self._average_sums(exchange)
+        self.on_sums(latest)
+        # The check comes last, so that the log shows the loss that ends the run.
+        loss, *_ = latest.sums
+        if not math.isfinite(loss):
+            raise LossIsNoNumber(
+                "a loss is not a number", hint="try a smaller --lr, --clip 1, or --on-nan skip"
+            )
+
+    def _average_sums(self, exchange: Agreed) -> LatestSteps:
+        """Return the numbers of the latest steps, averaged over the ranks, and the own work of each rank."""
         world_size = self.ranks.world_size
         # The last values are the own work of each rank. All others are sums over all ranks, which are divided
         # by the number of ranks.
@@ -444,21 +455,13 @@ class StepSums:
         averages = [total / world_size for total in exchange.sums[:-world_size]]
         # The order is that of `Trainer.sums`, and of `take`, which appends the times.
         skipped, norm, *mean_numbers, wait_s = averages
-        self.on_sums(
-            LatestSteps(
-                step=exchange.step,
-                steps=exchange.steps,
-                skipped=round(skipped),
-                seconds=exchange.seconds,
-                sums=tuple(mean_numbers),
-                grad_norm=norm,
-                own_s=own_s,
-                wait_s=wait_s,
-            )
+        return LatestSteps(
+            step=exchange.step,
+            steps=exchange.steps,
+            skipped=round(skipped),
+            seconds=exchange.seconds,
+            sums=tuple(mean_numbers),
+            grad_norm=norm,
+            own_s=own_s,
+            wait_s=wait_s,
         )
-        # The check comes last, so that the log shows the loss that ends the run.
-        loss, *_ = mean_numbers
-        if not math.isfinite(loss):
-            raise LossIsNoNumber(
-                "a loss is not a number", hint="try a smaller --lr, --clip 1, or --on-nan skip"
-            )

@@ -70,17 +70,16 @@ def check_gpus(node: CheckedNode) -> Iterator[Check]:
         return
     # If the driver shows GPUs in /proc but none can be used, the container was probably started without --nv.
     # With CUDA_VISIBLE_DEVICES, somebody may have hidden them on purpose.
-    are_hidden = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in node.env
+    has_unusable_gpus = facts.gpu_devices and "CUDA_VISIBLE_DEVICES" not in node.env
     requested = expected or len(facts.gpu_devices)
     fix = f"start the container with --nv, and request GPUs (Slurm: --gres=gpu:{requested})"
-    if facts.gpus:
+    if 0 < facts.gpus < expected:
         # A job may have requested only some of the node's GPUs, so this is no failure.
-        if facts.gpus < expected:
-            yield Check("gpus", "warn", evidence, fix)
-            return
+        yield Check("gpus", "warn", evidence, fix)
+    elif facts.gpus:
         models = {gpu.model for gpu in facts.gpu_devices if gpu.model}
         yield Check("gpus", "ok", ", ".join([evidence, *sorted(models)]))
-    elif expected or are_hidden:
+    elif expected or has_unusable_gpus:
         yield Check("gpus", verdict, evidence, fix)
     else:
         yield Check("gpus", "ok", evidence)
