@@ -172,7 +172,19 @@ def _read_context(name: str, source: str) -> Endpoint:
     # The folder of a context is named after the sha256 of the context's name (docker/cli, cli/context/store).
     contexts = _settings_folder() / "contexts"
     folder_name = hashlib.sha256(name.encode()).hexdigest()
-    path = contexts / "meta" / folder_name / "meta.json"
+    engine = _read_context_engine(contexts / "meta" / folder_name / "meta.json", name, source)
+    tls = _find_tls_files(contexts / "tls" / folder_name / "docker", verify=not engine.get("SkipTLSVerify"))
+    # `SkipTLSVerify` alone also asks for TLS, without a check of the engine's certificate.
+    has_tls = bool(tls.ca or tls.cert) or not tls.verify
+    return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls if has_tls else None)
+
+
+def _read_context_engine(path: Path, name: str, source: str) -> dict[str, Any]:
+    """Return the entry for the engine, with the key ``Host``, in the file `path` of a Docker context.
+
+    If there is none, raise UsageError. `name` is the name of the context, and `source` is the variable or
+    file that selects it.
+    """
     try:
         engines = _read_json(path).get("Endpoints")
     except OSError as error:
@@ -191,10 +203,7 @@ def _read_context(name: str, source: str) -> Endpoint:
             where=str(path),
             hint=f"docker context inspect {name}",
         )
-    tls = _find_tls_files(contexts / "tls" / folder_name / "docker", verify=not engine.get("SkipTLSVerify"))
-    # `SkipTLSVerify` alone also asks for TLS, without a check of the engine's certificate.
-    has_tls = bool(tls.ca or tls.cert) or not tls.verify
-    return Endpoint(host=str(engine["Host"]), source=source, context=name, tls=tls if has_tls else None)
+    return engine
 
 
 def _read_tls_from_environment() -> Tls | None:
@@ -313,11 +322,7 @@ def _suggest_start(engine: Endpoint) -> str:
     """Return a hint for an engine that does not respond: how to start it, or how to use another engine."""
     # A variable or a Docker context has selected this engine, so suggest to leave that choice.
     if engine.source:
-        hint = f"start the engine there, or: {engine.leave_command}"
-        for endpoint in _find_listening():
-            if endpoint.host != engine.host:
-                return f"{hint}, which leads to {endpoint.host.removeprefix('unix://')}"
-        return hint
+        return f"start the engine there, or: {engine.leave_command}{_describe_other_engine(engine)}"
     commands: list[str] = []
     for path, command in _list_usual_sockets().items():
         # A stopped engine leaves its socket behind. So the socket tells which engine is installed on this
@@ -331,6 +336,14 @@ def _suggest_start(engine: Endpoint) -> str:
         "start it: sudo systemctl start docker (or systemctl --user start podman.socket); "
         "or install it: sudo apt-get install docker.io"
     )
+
+
+def _describe_other_engine(engine: Endpoint) -> str:
+    """Return the end of a hint, with the first usual socket of another engine, or "" if there is none."""
+    for endpoint in _find_listening():
+        if endpoint.host != engine.host:
+            return f", which leads to {endpoint.host.removeprefix('unix://')}"
+    return ""
 
 
 def _find_system_error(error: BaseException) -> OSError | None:

@@ -62,26 +62,16 @@ def resolve_base(
     where = recipe.where("image", "base")
     check_name(name, where="--base" if override else where)
     target = choose_platform(recipe, requested=platform, host=engine.platform)
-    is_standin = name.startswith(STANDIN_HOST)
     image = None
     # A stand-in is in no registry, so --pull cannot update it.
-    if is_standin or not pull:
+    if name.startswith(STANDIN_HOST) or not pull:
         image = find_image(engine, name, platform=target)
     if image is None:
-        if is_standin:
-            raise UsageError(f"there is no local stand-in {name!r}", hint="create it: ci/lab/base-image")
-        # Check this before the pull, which may download 20 GB that cannot run on this machine.
-        _refuse_without_emulator(engine, target)
         image = _pull_base(engine, name, target, report, where=None if override else where)
     if image.platform != target:
         raise _make_other_platform_error(engine, image, name, target, recipe)
-    if STANDIN_LABEL in image.labels and override is None:
-        raise UsageError(
-            f"the base {name!r} is a stand-in without NVIDIA's software",
-            where=where,
-            hint=f"to use it anyway: --base {name}; otherwise: docker rmi {name}, then build again to pull "
-            "the real one",
-        )
+    if override is None:
+        _refuse_standin(image, name, where)
     _refuse_without_emulator(engine, target)
     if image.manifest:
         # The engine keeps the base for several platforms. If the base is named by its tag, the classic
@@ -104,8 +94,13 @@ def resolve_base(
 def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, where: str | None) -> ImageInfo:
     """Pull the base `name` for the platform `target`.
 
-    An error contains `where`, the line of the recipe with the base, and a hint for work without a network.
+    A base that cannot be pulled or cannot run is refused before. An error of the pull contains `where`, the
+    line of the recipe with the base, and a hint for work without a network.
     """
+    if name.startswith(STANDIN_HOST):
+        raise UsageError(f"there is no local stand-in {name!r}", hint="create it: ci/lab/base-image")
+    # Check this before the pull, which may download 20 GB that cannot run on this machine.
+    _refuse_without_emulator(engine, target)
     try:
         return pull_image(engine, name, target, report)
     except ImgkitError as error:
@@ -114,6 +109,17 @@ def _pull_base(engine: Engine, name: str, target: str, report: Reporter, *, wher
             hint = f"{error.hint}\n{hint}"
         # Keep the class of the error, because it determines the exit code of imgkit.
         raise type(error)(error.what, where=error.where or where, hint=hint) from error
+
+
+def _refuse_standin(image: ImageInfo, name: str, where: str) -> None:
+    """Raise UsageError if `image` is a stand-in. The recipe names it as the base `name`, at `where`."""
+    if STANDIN_LABEL in image.labels:
+        raise UsageError(
+            f"the base {name!r} is a stand-in without NVIDIA's software",
+            where=where,
+            hint=f"to use it anyway: --base {name}; otherwise: docker rmi {name}, then build again to pull "
+            "the real one",
+        )
 
 
 def choose_platform(recipe: Recipe, *, requested: str | None, host: str) -> str:
@@ -170,14 +176,10 @@ def _make_other_platform_error(
 
 
 def _refuse_without_emulator(engine: Engine, target: str) -> None:
-    """Refuse a build for the platform `target` if the engine's machine cannot run its programs.
+    """Raise ToolMissing if the engine's machine cannot run programs of the platform `target`.
 
     Without an emulator (qemu), the first step of the build would fail. If the engine is on another machine or
     in a virtual machine, its emulators are unknown, so nothing is refused.
-
-    Raises
-    ------
-    ToolMissing : the machine has no emulator for this platform.
     """
     # Docker Desktop runs containers on its own kernel, which has its own emulators.
     in_virtual_machine = "Docker Desktop" in str(engine.info.get("OperatingSystem", ""))

@@ -45,16 +45,7 @@ def main() -> int:
         # If the program ends before its child processes, they become children of the guard, which can then
         # find them.
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    output, write_end = os.pipe()
-    file_actions = [
-        (os.POSIX_SPAWN_DUP2, write_end, 1),
-        (os.POSIX_SPAWN_DUP2, write_end, 2),
-        (os.POSIX_SPAWN_CLOSE, life_pipe),
-    ]
-    # Python ignores these two signals. A child process would inherit that, so restore their defaults.
-    ignored = (signal.SIGPIPE, signal.SIGXFSZ)
-    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=file_actions, setsigdef=ignored)
-    os.close(write_end)
+    child, output = start_program(argv, life_pipe)
     # Only the program reads standard input. If it ends early, imgkit's writes must fail and not block.
     os.close(0)
     # Only the pipe may end the guard, because it must still clean up. This comes after the start of the
@@ -70,6 +61,21 @@ def main() -> int:
     if exit_code < 0:  # a signal ended the program, and this is its negative number
         return 128 - exit_code
     return exit_code
+
+
+def start_program(argv: list[str], life_pipe: int) -> tuple[int, int]:
+    """Start a program without `life_pipe`. Return its process id and the read end of its output's pipe."""
+    output, write_end = os.pipe()
+    file_actions = [
+        (os.POSIX_SPAWN_DUP2, write_end, 1),
+        (os.POSIX_SPAWN_DUP2, write_end, 2),
+        (os.POSIX_SPAWN_CLOSE, life_pipe),
+    ]
+    # Python ignores these two signals. A child process would inherit that, so restore their defaults.
+    ignored = (signal.SIGPIPE, signal.SIGXFSZ)
+    child = os.posix_spawnp(argv[0], argv, os.environ, file_actions=file_actions, setsigdef=ignored)
+    os.close(write_end)
+    return child, output
 
 
 def copy_output(child: int, life_pipe: int, output: int) -> int | None:
@@ -176,6 +182,19 @@ def namespace_pids(pid: int | str) -> list[str]:
 
 def descendants() -> list[int]:
     """Return the ids of all processes that this process has started, directly or indirectly."""
+    pids = []
+    children = children_by_parent()
+    pending_pids = children.get(os.getpid(), [])
+    # This misses a process that starts after the scan. `end_build` scans again until the program ends.
+    while pending_pids:
+        pid = pending_pids.pop()
+        pids.append(pid)
+        pending_pids += children.get(pid, [])
+    return pids
+
+
+def children_by_parent() -> dict[int, list[int]]:
+    """Return the ids of the children of each process on this machine, by the id of the parent."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -187,14 +206,7 @@ def descendants() -> list[int]:
         _, _, fields = stat_line.rpartition(")")
         _, parent, *_ = fields.split()
         children.setdefault(int(parent), []).append(int(path.parent.name))
-    pids = []
-    pending_pids = children.get(os.getpid(), [])
-    # This misses a process that starts after the scan. `end_build` scans again until the program ends.
-    while pending_pids:
-        pid = pending_pids.pop()
-        pids.append(pid)
-        pending_pids += children.get(pid, [])
-    return pids
+    return children
 
 
 def remove_containers(containers_folder: str, token: str) -> None:

@@ -90,10 +90,7 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
 def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
     """Return the builder for a build without secrets: the requested one, or the best for this engine.
 
-    Raises
-    ------
-    UsageError : the engine does not support the requested builder.
-    ToolMissing : the program of the builder is missing.
+    If the requested builder cannot be used, raise UsageError or ToolMissing.
     """
     if requested == "classic":
         return CLASSIC

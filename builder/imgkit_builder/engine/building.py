@@ -33,7 +33,7 @@ from imgkit_builder.engine.image_source import add_tag
 from imgkit_builder.engine.images import ImageInfo, check_name, find_image, inspect
 from imgkit_builder.image.render import docker_quote
 from imgkit_builder.oci import manifest as manifests
-from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, time_of_build
+from imgkit_builder.oci.manifest import CONTEXT_LABEL, CREATED_LABEL, Manifest, time_of_build
 from imgkit_entrypoints import json_text, secret_patterns
 from imgkit_entrypoints.errors import ImgkitError, ToolFailed
 
@@ -93,15 +93,11 @@ def build(
     created = time_of_build()
     if not no_cache:
         created = _choose_creation_time(previous_image, context)
-    labels = manifests.labels(
-        context.manifest, context_sha256=context.sha256, created=created, locked=context.is_locked
-    )
-    dockerfile = context.dockerfile.rstrip("\n") + "\n" + _label_instruction(labels)
+    dockerfile = _render_labelled_dockerfile(context, created)
     files.write_file(folder / "Dockerfile", mask(dockerfile))
     log = folder / "build.log"
     if builder.note:
         report.note(builder.note)
-    platform = context.manifest.platform
     request = _BuildRequest(
         engine=engine,
         context=context,
@@ -111,23 +107,9 @@ def build(
         mask=mask,
         no_cache=no_cache,
     )
-    # Errors of a step are raised unchanged. Only an engine that no longer has the classic builder leads to a
-    # second attempt.
-    try:
-        ref = request.run(builder)
-    except ImgkitError as error:
-        fallback = choose_fallback(builder, error)
-        if fallback is None:
-            raise
-        report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
-        ref = request.run(fallback)
+    ref = request.run_with_fallback(builder)
     image = inspect(engine, ref)
-    # If the base with this name is for another platform, the classic builder silently uses that platform.
-    if image.platform != platform:
-        raise ToolFailed(
-            f"the engine built {image.platform} instead of {platform}",
-            hint=f"the base {context.manifest.base.name} has that architecture; log: {log}",
-        )
+    _refuse_other_platform(image, context.manifest, log)
     if accept:
         accept(image)
     add_tag(engine, ref, tag)
@@ -146,6 +128,20 @@ class _BuildRequest:
     report: Reporter
     mask: Callable[[str], str]
     no_cache: bool
+
+    def run_with_fallback(self, builder: Choice) -> str:
+        """Build with `builder`, or with buildx if the engine no longer has the classic builder.
+
+        Return the engine's name for the image.
+        """
+        try:
+            return self.run(builder)
+        except ImgkitError as error:
+            fallback = choose_fallback(builder, error)
+            if fallback is None:
+                raise
+            self.report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
+            return self.run(fallback)
 
     def run(self, builder: Choice) -> str:
         """Build with `builder`, and return the engine's name for the image.
@@ -176,10 +172,8 @@ class _BuildRequest:
     def _run_classic(self, chunks: Iterator[bytes], follower: BuildFollower) -> str:
         """Build with the classic builder, through the engine's API, and return the image id.
 
-        Parameters
-        ----------
-        chunks : the tar of the build context.
-        follower : receives the engine's output, and explains its errors.
+        `chunks` is the tar of the build context. `follower` receives the engine's output, and explains its
+        errors.
 
         Notes
         -----
@@ -187,24 +181,8 @@ class _BuildRequest:
         also removes the step's container within a second (docker 20.10). If imgkit is still running, it
         removes the container itself as well, because the engine may not have noticed.
         """
-        stream: Any = chunks  # requests sends an iterator in chunks, although the SDK expects a file
         try:
-            with translate_errors("build"):
-                events = self.engine.api.build(
-                    fileobj=stream,
-                    custom_context=True,
-                    dockerfile=DOCKERFILE_NAME,
-                    decode=True,
-                    rm=True,
-                    forcerm=True,
-                    pull=False,
-                    nocache=self.no_cache,
-                    platform=self.context.manifest.platform,
-                    timeout=None,
-                )
-                with contextlib.closing(events):
-                    for event in events:
-                        follower.add_event(event)
+            self._follow_classic_build(chunks, follower)
             if not follower.image_id:
                 # An engine that is being stopped may close the stream without an error.
                 raise connection_lost_error("build", "it ended before the image was finished")
@@ -219,6 +197,26 @@ class _BuildRequest:
             raise
         return follower.image_id
 
+    def _follow_classic_build(self, chunks: Iterator[bytes], follower: BuildFollower) -> None:
+        """Request a build of the tar `chunks` from the engine, and pass all of its events to `follower`."""
+        stream: Any = chunks  # requests sends an iterator in chunks, although the SDK expects a file
+        with translate_errors("build"):
+            events = self.engine.api.build(
+                fileobj=stream,
+                custom_context=True,
+                dockerfile=DOCKERFILE_NAME,
+                decode=True,
+                rm=True,
+                forcerm=True,
+                pull=False,
+                nocache=self.no_cache,
+                platform=self.context.manifest.platform,
+                timeout=None,
+            )
+            with contextlib.closing(events):
+                for event in events:
+                    follower.add_event(event)
+
     def _run_guarded_program(self, chunks: Iterator[bytes], follower: BuildFollower, builder: Choice) -> str:
         """Build with buildx or podman, the program of `builder`, and return the engine's name for the image.
 
@@ -229,22 +227,9 @@ class _BuildRequest:
         id_file = self.log.with_name("image-id")
         metadata = self.log.with_name("build.json")
         token = f"imgkit-{secrets.token_hex(8)}"
-        if builder.name == "podman":
-            # The format docker is not used, because with it podman uses no cache on a base whose history has
-            # no dates. The base is local by now, so it is never pulled.
-            argv = [*PODMAN, "build", "--layers", "--force-rm", "--pull=never", "--identity-label=false"]
-            argv += ["--build-arg", f"BUILD_OF_IMGKIT={token}"]
-            env = local_podman_env()
-        else:
-            argv = ["docker", "buildx", "build", "--progress", "plain", "--load"]
-            argv += ["--metadata-file", str(metadata)]
-            env = _make_buildx_env(self.engine)
-        argv += ["--iidfile", str(id_file), "--file", DOCKERFILE_NAME]
-        argv += ["--platform", self.context.manifest.platform]
-        if self.no_cache:
-            argv.append("--no-cache")
-        argv += [*builder.options, "-"]
+        env = local_podman_env() if builder.name == "podman" else _make_buildx_env(self.engine)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        argv = self._make_program_argv(builder, token, id_file, metadata)
         with _run_guarded(argv, token, builder.containers, env) as guard:
             for data in pump_pipes(guard, chunks):
                 follower.add_text(decoder.decode(data))
@@ -260,6 +245,44 @@ class _BuildRequest:
         except (OSError, ValueError, KeyError, TypeError) as error:
             lost = connection_lost_error("build", "it ended before the image was finished")
             raise follower.add_location(lost) from error
+
+    def _make_program_argv(self, builder: Choice, token: str, id_file: Path, metadata: Path) -> list[str]:
+        """Return the command that builds with the program of `builder`, from a tar on its standard input.
+
+        `token` is a text that identifies podman's containers of this build. The program writes the id of the
+        image to `id_file`, and buildx also writes facts about the image to `metadata`.
+        """
+        if builder.name == "podman":
+            # The format docker is not used, because with it podman uses no cache on a base whose history has
+            # no dates. The base is local by now, so it is never pulled.
+            argv = [*PODMAN, "build", "--layers", "--force-rm", "--pull=never", "--identity-label=false"]
+            argv += ["--build-arg", f"BUILD_OF_IMGKIT={token}"]
+        else:
+            argv = ["docker", "buildx", "build", "--progress", "plain", "--load"]
+            argv += ["--metadata-file", str(metadata)]
+        argv += ["--iidfile", str(id_file), "--file", DOCKERFILE_NAME]
+        argv += ["--platform", self.context.manifest.platform]
+        if self.no_cache:
+            argv.append("--no-cache")
+        return [*argv, *builder.options, "-"]
+
+
+def _render_labelled_dockerfile(context: BuildContext, created: str) -> str:
+    """Return the Dockerfile of `context` with the labels of this build. One of them is the time `created`."""
+    labels = manifests.labels(
+        context.manifest, context_sha256=context.sha256, created=created, locked=context.is_locked
+    )
+    return context.dockerfile.rstrip("\n") + "\n" + _label_instruction(labels)
+
+
+def _refuse_other_platform(image: ImageInfo, manifest: Manifest, log: Path) -> None:
+    """Raise ToolFailed, with the path of the `log`, if `image` is not for the platform in its `manifest`."""
+    # If the base with this name is for another platform, the classic builder silently uses that platform.
+    if image.platform != manifest.platform:
+        raise ToolFailed(
+            f"the engine built {image.platform} instead of {manifest.platform}",
+            hint=f"the base {manifest.base.name} has that architecture; log: {log}",
+        )
 
 
 def _make_log_folder(name: str) -> Path:

@@ -269,11 +269,9 @@ def engine_facts(endpoint: Endpoint, *, version: Mapping[str, Any], info: Mappin
     ToolFailed : the responses lack values that every engine sends, so another program uses the address.
     """
     try:
-        product = "Docker"
         # Podman has Docker's API. It is recognized by the name of one of its components.
-        for component in version.get("Components") or ():
-            if component.get("Name") == "Podman Engine":
-                product = "Podman"
+        component_names = [component.get("Name") for component in version.get("Components") or ()]
+        product = "Podman" if "Podman Engine" in component_names else "Docker"
         store = str(info.get("Driver") or "unknown")
         if _has_containerd_store(info):
             store = f"containerd ({store})"

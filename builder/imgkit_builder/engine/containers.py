@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from imgkit_builder.archive import tar_read
 from imgkit_builder.base.process import Finished
@@ -68,14 +69,9 @@ def temporary_container(
     platform : the platform of the image, such as ``linux/amd64``.
     mounted : folders of the engine's machine -> their read-only paths in the container.
     """
-    import docker.types
-
     # The name is chosen here and not by the engine. So the container can be removed even if the engine's
     # response to "create" is lost.
     name = f"imgkit-{purpose}-{secrets.token_hex(6)}"
-    mounts = []
-    for folder, target in (mounted or {}).items():
-        mounts.append(docker.types.Mount(target, folder, type="bind", read_only=True))
     is_created = False
     with _start_guard(name) as report_removal:
         try:
@@ -88,12 +84,7 @@ def temporary_container(
                     labels={"imgkit.purpose": purpose},
                     # Only an engine with containerd's store keeps an image for several platforms.
                     platform=platform if engine.has_containerd_store else None,
-                    host_config=engine.api.create_host_config(
-                        network_mode="none",
-                        # With the engine's default driver, the output might not be readable later.
-                        log_config=docker.types.LogConfig(type="json-file"),
-                        mounts=mounts,
-                    ),
+                    host_config=_make_host_config(engine, mounted or {}),
                 )
             is_created = True
             yield name
@@ -103,6 +94,24 @@ def temporary_container(
             # removes it.
             if is_created:
                 report_removal()
+
+
+def _make_host_config(engine: Engine, mounted: Mapping[str, str]) -> dict[str, Any]:
+    """Return the settings of a container without a network.
+
+    `mounted` has folders of the engine's machine, each with its read-only path in the container.
+    """
+    import docker.types
+
+    mounts = []
+    for folder, target in mounted.items():
+        mounts.append(docker.types.Mount(target, folder, type="bind", read_only=True))
+    return engine.api.create_host_config(
+        network_mode="none",
+        # With the engine's default driver, the output might not be readable later.
+        log_config=docker.types.LogConfig(type="json-file"),
+        mounts=mounts,
+    )
 
 
 def read_file(engine: Engine, name: str, path: str, *, most_bytes: int) -> bytes | None:

@@ -145,13 +145,10 @@ def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
     except docker.errors.APIError as error:
         raise explain_message(str(error.explanation or error), doing=doing, name=name) from error
     except KeyError as error:
-        # The SDK expects the key "message" in an error response. If a push fails, Podman 5 sends "error"
-        # instead. The response is in the exception that was being handled when the KeyError occurred.
-        error_response = getattr(error.__context__, "response", None)
-        if error_response is None:
+        message = _read_podman_message(error)
+        if message is None:
             raise
-        message = error_response.json().get("error") or error_response.text
-        raise explain_message(str(message), doing=doing, name=name) from error
+        raise explain_message(message, doing=doing, name=name) from error
     # The SDK does not convert exceptions of requests. If the connection stalls, the exception is a Timeout,
     # or a ConnectionError with "timed out" in its text.
     except requests.exceptions.RequestException as error:
@@ -167,6 +164,18 @@ def translate_errors(doing: str, *, name: str = "") -> Iterator[None]:
         raise connection_lost_error(doing, error) from error
     except docker.errors.DockerException as error:
         raise explain_message(str(error), doing=doing, name=name) from error
+
+
+def _read_podman_message(error: KeyError) -> str | None:
+    """Return the message of the error response that led to a KeyError in the SDK, or None if there is none.
+
+    The SDK expects the key "message" in an error response. If a push fails, Podman 5 sends "error" instead.
+    """
+    # The response is in the exception that was being handled when the KeyError occurred.
+    response = getattr(error.__context__, "response", None)
+    if response is None:
+        return None
+    return str(response.json().get("error") or response.text)
 
 
 def connection_lost_error(doing: str, error: object) -> ToolFailed:
@@ -224,10 +233,9 @@ class LayerProgress:
         status = str(event.get("status", ""))
         if not detail:
             # The event only reports a state, such as "Pull complete".
-            if layer:
-                self._report.line(f"{layer}: {status}")
-            elif status:
-                self._report.line(status)
+            state = f"{layer}: {status}" if layer else status
+            if state:
+                self._report.line(state)
             return
         if status not in ("Downloading", "Pushing") or "current" not in detail:
             return

@@ -249,10 +249,9 @@ def _inspect_image(engine: Engine, name: str, platform: str | None) -> dict[str,
         return default_response
     # Without an architecture, the response is about a platform that the engine knows but does not keep.
     is_default_kept = bool(default_response.get("Architecture"))
-    candidates = []
-    if platform:
-        candidates.append(platform)
+    candidates = [platform] if platform else []
     if not is_default_kept:
+        # The engine's own platform first.
         kept_platforms = _list_local_platforms(engine, name)
         candidates += sorted(kept_platforms, key=lambda kept: kept != engine.platform)
     for candidate in candidates:

@@ -181,18 +181,7 @@ def seal_context(
 
     Every file is read once, for the digest of the whole tar.
     """
-    contents = [
-        members.memory_file(_DOCKERFILE, dockerfile.encode()),
-        members.empty_folder("imgkit"),
-        *own_files,
-    ]
-    # The folders "copy" and "project", which contain the folder of each step.
-    parents = {posixpath.dirname(source.context_folder) for source in code.members}
-    contents += [members.empty_folder(parent) for parent in parents]
-    for code_members in code.members.values():
-        contents += code_members
-    # Sort by bytes. The order of texts would depend on how a name outside UTF-8 was decoded.
-    contents.sort(key=lambda member: os.fsencode(member.name))
+    contents = _sort_contents([members.memory_file(_DOCKERFILE, dockerfile.encode()), *own_files], code)
     # Compute both digests in a single pass, because the code may have gigabytes.
     digest = hashlib.sha256()
     files_digest = hashlib.sha256()
@@ -217,6 +206,17 @@ def seal_context(
         code=code,
         is_locked=is_locked,
     )
+
+
+def _sort_contents(own_files: list[TarMember], code: PackedCode) -> list[TarMember]:
+    """Return the members of the tar in their order, with the folders above `own_files` and `code`."""
+    # The folders "copy" and "project" contain the folder of each step.
+    folders = {"imgkit", *(posixpath.dirname(source.context_folder) for source in code.members)}
+    contents = [*own_files, *map(members.empty_folder, folders)]
+    for code_members in code.members.values():
+        contents += code_members
+    # Sort by bytes. The order of texts would depend on how a name outside UTF-8 was decoded.
+    return sorted(contents, key=lambda member: os.fsencode(member.name))
 
 
 def input_sha256(recipe: Recipe, context: BuildContext, base: str) -> str:
@@ -396,12 +396,7 @@ def _refuse_large(packed: PackedCode) -> None:
     """
     if packed.size_bytes <= LARGE_BYTES:
         return
-    # The size of each folder or file at the top level of the code, such as "data".
-    sizes: collections.Counter[_TopEntry] = collections.Counter()
-    for code, code_members in packed.members.items():
-        for member in code_members:
-            name, _, _ = member.name.removeprefix(f"{code.context_folder}/").partition("/")
-            sizes[_TopEntry(name=name, where=code.where)] += member.size_bytes
+    sizes = _measure_top_entries(packed)
     total_bytes = sizes.total()
     largest = sizes.most_common(_LARGEST_SHOWN)
     descriptions = []
@@ -415,6 +410,16 @@ def _refuse_large(packed: PackedCode) -> None:
         hint="list what the image does not need under `ignore` or in .dockerignore; bind data when a job "
         "starts; to pack all of it: --large",
     )
+
+
+def _measure_top_entries(packed: PackedCode) -> collections.Counter[_TopEntry]:
+    """Return the size in bytes of each folder or file at the top level of the code, such as ``data``."""
+    sizes: collections.Counter[_TopEntry] = collections.Counter()
+    for code, code_members in packed.members.items():
+        for member in code_members:
+            name, _, _ = member.name.removeprefix(f"{code.context_folder}/").partition("/")
+            sizes[_TopEntry(name=name, where=code.where)] += member.size_bytes
+    return sizes
 
 
 def code_revision(recipe: Recipe) -> str:

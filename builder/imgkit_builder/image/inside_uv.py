@@ -32,12 +32,7 @@ def main(folder: Path) -> int:
     constraint_file = folder / "constraint.txt"
     base = read_pins(constraint_file)
     try:
-        errors = environment_errors(exported)
-        for package in find_shared_packages(exported["requirements"], base):
-            if package.has_same_release():
-                print(f"{package.name}: the base's {package.base} stays in place of {package.locked}")
-            else:
-                errors.append(release_error(package))
+        errors = [*environment_errors(exported), *release_errors(exported["requirements"], base)]
     except ImportError as error:
         errors = [f"this base has no pip that imgkit can use for uv.lock: {error}"]
     if errors:
@@ -46,24 +41,22 @@ def main(folder: Path) -> int:
     lines = exported["requirements"]
     if "torch" in base:
         lines = exported["beside_torch"]  # without packages that only torch needs
-    requirements = [" ".join(exported["index_options"])]
-    constraints = []
-    for line in lines:
-        name = requirement_name(line)
-        # The base keeps its own version of this package.
-        if name in base:
-            continue
-        # A later pip step installs the packages that are left to pip. It gets only the constraint.
-        if name not in exported["left_to_pip"]:
-            requirements.append(line)
-        # A constraint needs no hash. A package from a URL or a folder is left out, because a constraint
-        # cannot be one.
-        constraint, _, _ = line.partition(" --hash=")
-        if re.match(r"[\w.-]+==", constraint):
-            constraints.append(constraint)
-    write_lines(folder / "requirements-uv.txt", "w", requirements)
-    write_lines(constraint_file, "a", constraints)
+    # The base keeps its own versions of the packages that it has.
+    lines = [line for line in lines if requirement_name(line) not in base]
+    # A later pip step installs the packages that are left to pip. It gets only their constraints.
+    requirements = [line for line in lines if requirement_name(line) not in exported["left_to_pip"]]
+    write_lines(folder / "requirements-uv.txt", "w", [" ".join(exported["index_options"]), *requirements])
+    write_lines(constraint_file, "a", list_constraints(lines))
     return 0
+
+
+def list_constraints(requirements: list[str]) -> list[str]:
+    """Return the constraints for `requirements`, without their hashes, which a constraint does not need.
+
+    A package from a URL or a folder is left out, because a constraint cannot be one.
+    """
+    constraints = [line.partition(" --hash=")[0] for line in requirements]
+    return [constraint for constraint in constraints if re.match(r"[\w.-]+==", constraint)]
 
 
 def read_pins(file: Path) -> dict[str, str]:
@@ -154,12 +147,22 @@ def find_shared_packages(lines: list[str], base: dict[str, str]) -> Iterator[Sha
             yield SharedPackage(requirement.name, clause.version, base_version)
 
 
-def release_error(package: SharedPackage) -> str:
-    """Return the error for a package of which uv.lock and the base have different releases."""
-    return (
-        f"{package.name}: uv.lock has {package.locked}, but the base has {package.base}, which imgkit"
-        f" never replaces\n  -> uv lock --upgrade-package '{package.name}=={parse_release(package.base)}'"
-    )
+def release_errors(lines: list[str], base: dict[str, str]) -> list[str]:
+    """Return an error for each package of which uv.lock and the base have different releases.
+
+    For any other package that both have, print that the base's own version stays. `lines` are the exported
+    requirements. `base` has the versions of the base's packages.
+    """
+    errors = []
+    for package in find_shared_packages(lines, base):
+        if package.has_same_release():
+            print(f"{package.name}: the base's {package.base} stays in place of {package.locked}")
+            continue
+        errors.append(
+            f"{package.name}: uv.lock has {package.locked}, but the base has {package.base}, which imgkit"
+            f" never replaces\n  -> uv lock --upgrade-package '{package.name}=={parse_release(package.base)}'"
+        )
+    return errors
 
 
 def parse_release(version: str) -> Any:

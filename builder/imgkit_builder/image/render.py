@@ -125,11 +125,7 @@ def render_build_definition(
     if layers.uses_secrets:
         where = recipe.where("image", "secrets")
         refuse_value("a build secret", "a definition file", where, "use --format dockerfile and imgkit build")
-    for label, value in layers.labels.entries.items():
-        if re.search(r"\s", label) or value != value.strip():
-            problem = f"label {label!r}: white space in its name or around its value"
-            hint = "remove it, or use --format dockerfile"
-            refuse_value(problem, "a definition file", layers.labels.origin, hint)
+    _refuse_white_space(layers.labels)
     steps = (*additions.steps, *_list_definition_steps(layers))
     text = _fill_template(
         "definition.j2",
@@ -139,14 +135,29 @@ def render_build_definition(
         additions=additions,
         steps=steps,
     )
+    _refuse_build_arguments(text)
+    return text
+
+
+def _refuse_white_space(labels: Block) -> None:
+    """Raise UsageError for a label with white space that a definition file cannot contain."""
+    for label, value in labels.entries.items():
+        if re.search(r"\s", label) or value != value.strip():
+            problem = f"label {label!r}: white space in its name or around its value"
+            hint = "remove it, or use --format dockerfile"
+            refuse_value(problem, "a definition file", labels.origin, hint)
+
+
+def _refuse_build_arguments(text: str) -> None:
+    """Raise UsageError if the definition file `text` contains ``{{ word }}``.
+
+    Apptainer >= 1.2 replaces it by the build argument `word`, and fails if there is no such argument.
+    """
     for line_number, line in enumerate(text.split("\n"), 1):
-        # Apptainer >= 1.2 replaces {{ word }} by the build argument `word`, and fails if there is no such
-        # argument.
         match = re.search(r"\{\{\s*\w+\s*\}\}", line)
         if match is not None:
             where = find_origin(text, line_number)
             refuse_value(match.group(), "a definition file", where, "use --format dockerfile")
-    return text
 
 
 def find_origin(text: str, line: int) -> str:
@@ -229,31 +240,40 @@ def _list_definition_steps(layers: Layers) -> Iterator[Step]:
     )
     if layers.ca:
         yield Step(origin=layers.ca.origin, command=f"{layers.ca.command}\n{_export(TRUST)}")
-    yield from _list_copy_steps(layers.before_apt.copy)
-    yield from _list_commands(layers.before_apt.run, "/")
+    yield from _list_early_steps(layers.before_apt)
     yield from map(_add_parentheses, layers.apt)
-    yield from _list_copy_steps(layers.after_apt.copy)
-    yield from _list_commands(layers.after_apt.run, "/")
+    yield from _list_early_steps(layers.after_apt)
     yield from map(_add_parentheses, (*layers.protect, *layers.pip))
     workdir = layers.workdir
     yield Step(origin=layers.env.origin, command=_export(layers.env.entries))
     yield Step(origin=workdir.origin, command=f"mkdir -p -- {shlex.quote(workdir.text)}")
     yield from _list_commands(layers.run, workdir.text)
     yield _add_parentheses(layers.install_wheel)
-    for project in layers.projects:
-        (folder,) = project.files
-        command = project.command
-        # The section `%files` has copied the project to INSIDE. An editable project must be copied to its own
-        # folder.
-        if folder.path != f"{INSIDE}/{folder.context_path}":
-            command = f"{_render_copy_command(folder)}\n{command}"
-        yield Step(origin=project.origin, command=command)
+    yield from map(_add_copy_of_project, layers.projects)
     if layers.projects:
         yield _make_imgkit_step("the projects are installed", f"rm -rf {INSIDE}/project")
     yield from _list_copy_steps(layers.copy)
     if layers.copy:
         yield _make_imgkit_step("the copies are in their places", f"rm -rf {INSIDE}/copy")
     yield from _list_commands(layers.run_after_copy, workdir.text)
+
+
+def _list_early_steps(early: Early) -> Iterator[Step]:
+    """Yield the steps for the user's files and commands that come before pip."""
+    yield from _list_copy_steps(early.copy)
+    yield from _list_commands(early.run, "/")
+
+
+def _add_copy_of_project(step: Step) -> Step:
+    """Return the `step` that installs a project, after a command that copies the project to its own folder.
+
+    Only an editable project has such a folder. The section `%files` has copied any project to `INSIDE`.
+    """
+    (folder,) = step.files
+    command = step.command
+    if folder.path != f"{INSIDE}/{folder.context_path}":
+        command = f"{_render_copy_command(folder)}\n{command}"
+    return Step(origin=step.origin, command=command)
 
 
 def _add_parentheses(step: Step) -> Step:
@@ -379,20 +399,7 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
     _refuse_line_ends(recipe)
     image = recipe.image
     user, _, _ = base_user.partition(":")  # "root:root" names a group, too
-    if user in ("root", "0"):
-        base_user = ""
-    workdir_origin = "imgkit: the default folder"
-    if ("image", "workdir") in recipe.positions:
-        workdir_origin = recipe.where("image", "workdir")
-    args = None
-    if image.args:
-        args = _block(recipe, "args", image.args)
-    ca = None
-    if image.ca:
-        ca = _make_certificates_step(recipe)
-    origins: tuple[ContextFile, ...] = ()
-    if recipe.lock:
-        origins = (install.LOCK_TOML,)
+    is_root = user in ("root", "0")
     return Layers(
         image=image,
         name=recipe.name,
@@ -401,21 +408,21 @@ def build_layers(recipe: Recipe, *, base: str | None, platform: str | None, base
         platform=platform or image.platforms[0],
         uses_secrets=bool(image.used_secrets),
         base=_choose_base(recipe, base),
-        base_user=base_user,
-        args=args,
-        ca=ca,
+        base_user="" if is_root else base_user,
+        args=_block(recipe, "args", image.args) if image.args else None,
+        ca=_make_certificates_step(recipe) if image.ca else None,
         before_apt=Early(copy=_list_copies(recipe, "base"), run=_list_run_steps(recipe, "base")),
         after_apt=Early(copy=_list_copies(recipe, "apt"), run=_list_run_steps(recipe, "apt")),
         apt=_list_apt_steps(recipe),
         protect=_list_protection_steps(recipe),
         pip=_list_pip_steps(recipe),
         env=_env(recipe),
-        workdir=Text(origin=workdir_origin, text=image.workdir),
+        workdir=_choose_workdir(recipe),
         run=_list_run_steps(recipe, "pip"),
         install_wheel=_make_wheel_step(),
         projects=_list_project_steps(recipe),
         copy=_list_copies(recipe, "pip"),
-        origins=origins,
+        origins=(install.LOCK_TOML,) if recipe.lock else (),
         run_after_copy=_list_run_steps(recipe, "copy"),
         labels=_labels(recipe),
     )
@@ -563,6 +570,14 @@ def _choose_base(recipe: Recipe, override: str | None) -> Text:
     if name in (default, recipe.image.base):
         return Text(origin=where, text=name)
     return Text(origin=f"--base (instead of {recipe.image.base}, {where})", text=name)
+
+
+def _choose_workdir(recipe: Recipe) -> Text:
+    """Return the working directory of the image, with the line of the recipe that sets it."""
+    origin = "imgkit: the default folder"
+    if ("image", "workdir") in recipe.positions:
+        origin = recipe.where("image", "workdir")
+    return Text(origin=origin, text=recipe.image.workdir)
 
 
 def _make_certificates_step(recipe: Recipe) -> Step:

@@ -48,26 +48,28 @@ def read_secrets(recipe: Recipe) -> SecretValues:
         # Only secrets that a step uses must be set on this machine.
         if secret.id not in used_secrets:
             continue
-        where = recipe.where("image", "secrets", index)
-        secret_lines = _searchable_lines(_read_value(secret, where))
-        if not secret_lines:
-            raise UsageError(
-                f"the secret {secret.id} has no line of {MIN_CHARACTERS} characters",
-                where=where,
-                hint="imgkit searches for it in the files of the build; shorter values also occur by chance",
-            )
-        lines.update(secret_lines)
+        lines.update(_read_searchable_lines(secret, recipe.where("image", "secrets", index)))
         source = f"env={secret.env}" if secret.env else f"src={secret.file}"
         options += ["--secret", f"id={secret.id},{source}"]
     # Sort the longest first, because a value may be part of another one and would then hide it from `mask`.
     return SecretValues(options=tuple(options), lines=tuple(sorted(lines, key=len, reverse=True)))
 
 
-def _searchable_lines(value: str) -> list[str]:
-    """Return the lines of a secret that are long enough not to occur in other files by chance."""
-    lines = [line for line in value.splitlines() if len(line) >= MIN_CHARACTERS]
+def _read_searchable_lines(secret: BuildSecret, where: str) -> list[str]:
+    """Return the lines of a secret that are long enough not to occur in other files by chance.
+
+    If there is none, raise UsageError. `where` is the line of the recipe.
+    """
+    lines = [line for line in _read_value(secret, where).splitlines() if len(line) >= MIN_CHARACTERS]
     # The first and the last line of a PEM key, "-----BEGIN ...", are the same in all keys.
-    return [line for line in lines if not line.startswith("-----")]
+    searchable_lines = [line for line in lines if not line.startswith("-----")]
+    if not searchable_lines:
+        raise UsageError(
+            f"the secret {secret.id} has no line of {MIN_CHARACTERS} characters",
+            where=where,
+            hint="imgkit searches for it in the files of the build; shorter values also occur by chance",
+        )
+    return searchable_lines
 
 
 def _read_value(secret: BuildSecret, where: str) -> str:

@@ -110,23 +110,18 @@ def select_skeleton(code: Code, members: Iterable[TarMember]) -> tuple[TarMember
     """
     members_by_name = {posixpath.relpath(member.name, code.context_folder): member for member in members}
     project = _Project.read(code.source, members_by_name)
-    unchanged_names = set()
-    stub_names = set()
+    needed_names = set()
     for name, member in members_by_name.items():
-        if member.kind == tarfile.DIRTYPE:
-            is_needed = project.needs_folder(name)
-        else:
-            is_needed = project.needs_content(name)
-        if is_needed:
-            unchanged_names.add(name)
-        elif project.is_module(name):
-            stub_names.add(name)
+        is_needed = project.needs_folder if member.kind == tarfile.DIRTYPE else project.needs_content
+        if is_needed(name):
+            needed_names.add(name)
+    stub_names = {name for name in members_by_name.keys() - needed_names if project.is_module(name)}
     # The folders that contain these files are needed, too.
-    unchanged_names |= _collect_parents(unchanged_names | stub_names)
+    needed_names |= _collect_parents(needed_names | stub_names)
     skeleton = []
     # In the order of `members`. Files that are in neither of the two sets are left out.
     for name, member in members_by_name.items():
-        if name in unchanged_names:
+        if name in needed_names:
             skeleton.append(member)
         elif name in stub_names:
             skeleton.append(memory_file(member.name, _STUB))

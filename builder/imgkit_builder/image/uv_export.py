@@ -10,6 +10,7 @@ known whether the base has a torch.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
@@ -57,15 +58,11 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     assert uv is not None  # noqa: S101 - for the type checker
     where = recipe.where("image", "uv")
     program = _find_uv(where)
-    for name in (PYPROJECT, "uv.lock", "uv.toml"):
-        # uv's error messages quote these files. If one is a link, a message could reveal any file of this
-        # machine.
-        if not (uv.project / name).resolve().is_relative_to(uv.project.resolve()):
-            raise UsageError(f"its {name} is a link out of the project", where=where, hint="copy the file")
+    _refuse_links_out(uv.project, where)
     argv = [program, *_EXPORT, *_OFFLINE, "--project", str(uv.project)]
     argv += [f"--extra={extra}" for extra in uv.extras]
     argv += [f"--group={group}" for group in uv.groups]
-    try:
+    with _explain_unusable_lock(where):
         requirements = _read_export(argv, uv.project)
         # Export again without torch and the packages that only torch needs, for a base that already has a
         # torch.
@@ -73,10 +70,6 @@ def export_uv_lock(recipe: Recipe) -> bytes:
         pyproject = _read_pyproject(uv.project)
         outdated = _find_unmet_requirement(pyproject, requirements, uv)
         options = index_options(recipe)
-    except ToolFailed as error:
-        raise UsageError(f"its uv.lock cannot be used: {error.what}", where=where, hint=error.hint) from error
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise UsageError(f"its uv.lock cannot be used: {error}", where=where) from error
     if outdated:
         raise UsageError(
             f"uv.lock is not up to date: {PYPROJECT} requires {outdated}",
@@ -97,6 +90,25 @@ def export_uv_lock(recipe: Recipe) -> bytes:
     # password.
     json_without_credentials = _CREDENTIALS.sub("://", json.dumps(content, indent=1))
     return f"{json_without_credentials}\n".encode()
+
+
+def _refuse_links_out(project: Path, where: str) -> None:
+    """Raise UsageError, at `where`, if a file that uv reads is a link out of the folder `project`."""
+    # uv's error messages quote these files. With a link, a message could reveal any file of this machine.
+    for name in (PYPROJECT, "uv.lock", "uv.toml"):
+        if not (project / name).resolve().is_relative_to(project.resolve()):
+            raise UsageError(f"its {name} is a link out of the project", where=where, hint="copy the file")
+
+
+@contextlib.contextmanager
+def _explain_unusable_lock(where: str) -> Iterator[None]:
+    """Convert errors of uv and of the project's files to a UsageError at `where`, a line of the recipe."""
+    try:
+        yield
+    except ToolFailed as error:
+        raise UsageError(f"its uv.lock cannot be used: {error.what}", where=where, hint=error.hint) from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UsageError(f"its uv.lock cannot be used: {error}", where=where) from error
 
 
 def _read_uv_settings(pyproject: dict[str, Any]) -> dict[str, Any]:
@@ -120,16 +132,12 @@ def _find_unmet_requirement(pyproject: dict[str, Any], lines: list[str], uv: UvP
     from packaging.requirements import Requirement
 
     locked_versions = _list_locked_versions(lines)
-    # An override replaces the project's requirement for a package, so that requirement does not apply.
-    overrides = _read_uv_settings(pyproject).get("override-dependencies", [])
-    ignored = {requirement_name(requirement_text) for requirement_text in overrides}
-    # An extra may require other extras of the project itself, which is not in the exported lines.
-    ignored.add(canonical_name(pyproject["project"]["name"]))
+    ignored_names = _list_ignored_names(pyproject)
     environments = _list_environments(pyproject)
     for requirement_text in _list_requirements(pyproject, uv):
         requirement = Requirement(requirement_text)
         name = canonical_name(requirement.name)
-        if name in ignored:
+        if name in ignored_names:
             continue
         if requirement.marker is not None and not any(map(requirement.marker.evaluate, environments)):
             continue
@@ -141,6 +149,14 @@ def _find_unmet_requirement(pyproject: dict[str, Any], lines: list[str], uv: UvP
         if versions and not matching_versions:
             return f"{requirement_text}, and uv.lock has {', '.join(versions)}"
     return ""
+
+
+def _list_ignored_names(pyproject: dict[str, Any]) -> set[str]:
+    """Return the packages whose requirements in pyproject.toml are not compared with uv.lock."""
+    # An override replaces the project's requirement for a package, so that requirement does not apply.
+    overrides = _read_uv_settings(pyproject).get("override-dependencies", [])
+    # An extra may require other extras of the project itself, which is not in the exported lines.
+    return {*map(requirement_name, overrides), canonical_name(pyproject["project"]["name"])}
 
 
 def _list_locked_versions(lines: list[str]) -> dict[str, list[str]]:

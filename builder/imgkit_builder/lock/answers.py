@@ -68,26 +68,30 @@ def read_debs(text: str) -> tuple[LockedDeb, ...]:
         match = _URI_LINE.match(line)
         if match is None:  # a warning that apt has printed between the packages
             continue
-        # None of the three parts can contain "_" itself.
-        name, version, architecture = match["file"].removesuffix(".deb").split("_")
-        url = without_credentials(match["url"])
-        sha256 = match["sha256"] or ""
-        if not url.startswith(_HTTP_PREFIXES):
-            raise Unresolved(APT, f"apt takes {name} from {url}, which no other machine can read", (name,))
-        if not _SHA256.fullmatch(sha256):
-            raise Unresolved(APT, f"the archive states no sha256 of {name}: {match[0]}", (name,))
-        deb = LockedDeb(
-            name=name,
-            # The epoch of a Debian version ends with ":", which file names write as "%3a".
-            version=unquote(version),
-            architecture=architecture,
-            file=match["file"],
-            url=url,
-            sha256=sha256,
-            size_bytes=int(match["size"]),
-        )
+        deb = _parse_deb(match)
+        if not deb.url.startswith(_HTTP_PREFIXES):
+            problem = f"apt takes {deb.name} from {deb.url}, which no other machine can read"
+            raise Unresolved(APT, problem, (deb.name,))
+        if not _SHA256.fullmatch(deb.sha256):
+            raise Unresolved(APT, f"the archive states no sha256 of {deb.name}: {match[0]}", (deb.name,))
         debs.append(deb)
     return tuple(sorted(debs, key=attrgetter("name", "architecture")))
+
+
+def _parse_deb(match: re.Match[str]) -> LockedDeb:
+    """Return the package in a line of apt that matches `_URI_LINE`. Its digest is empty if apt gives none."""
+    # None of the three parts can contain "_" itself.
+    name, version, architecture = match["file"].removesuffix(".deb").split("_")
+    return LockedDeb(
+        name=name,
+        # The epoch of a Debian version ends with ":", which file names write as "%3a".
+        version=unquote(version),
+        architecture=architecture,
+        file=match["file"],
+        url=without_credentials(match["url"]),
+        sha256=match["sha256"] or "",
+        size_bytes=int(match["size"]),
+    )
 
 
 def read_wheels(text: str | bytes, step: int, file_digests: Mapping[str, str]) -> tuple[LockedWheel, ...]:

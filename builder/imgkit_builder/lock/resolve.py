@@ -13,7 +13,7 @@ import re
 import secrets
 import shlex
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from imgkit_builder.engine.builders import Choice
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import context, install, members, render, secret_values, uv_export
 from imgkit_builder.image.context import BuildContext
-from imgkit_builder.image.instructions import INSIDE, NEXT
+from imgkit_builder.image.instructions import INSIDE, NEXT, Layers
 from imgkit_builder.image.members import TarMember
 from imgkit_builder.image.secret_values import SecretValues
 from imgkit_builder.lock import answers
@@ -217,32 +217,8 @@ def pack_request(resolution: Resolution) -> BuildContext:
     recipe = resolution.recipe
     base = resolution.base
     layers = render.build_layers(recipe, base=base.name, platform=base.platform, base_user=base.user)
-    # Replace apt and pip in the build steps by imgkit's program, with the same arguments. `inside.py` expects
-    # the name of the step as its first argument.
-    program = f"python3 {FOLDER}/{_PROGRAM}"
-    apt = f"{program} apt"
-    for package in recipe.image.apt:
-        apt += f"{NEXT}    {shlex.quote(package)}"  # each package on a line of its own
-    pip_steps = []
-    for step_number in install.pip_step_numbers(recipe):
-        pip = f"{program} {install.step_name(step_number)}"
-        pip_steps.append(install.pip_step(recipe, step_number, pip=pip))
-    apt_steps = tuple(dataclasses.replace(step, command=apt) for step in layers.apt)
-    layers = dataclasses.replace(layers, apt=apt_steps, pip=tuple(pip_steps))
-    program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
-    settings = json.dumps(_make_settings(resolution)).encode()
-    own_files = [
-        *context.list_package_files(recipe),
-        members.empty_folder(_CONTEXT_FOLDER),
-        members.memory_file(f"{_CONTEXT_FOLDER}/settings.json", settings),
-        members.memory_file(f"{_CONTEXT_FOLDER}/{_PROGRAM}", program_data),
-    ]
-    if resolution.kept_wheels:
-        own_files.append(members.empty_folder(f"{_CONTEXT_FOLDER}/kept"))
-    for name, file in resolution.kept_wheels.items():
-        # A wheel can have gigabytes. It is added by its path, so that it is read only while it is sent.
-        size_bytes = file.stat().st_size
-        own_files.append(TarMember(name=f"{_CONTEXT_FOLDER}/kept/{name}", size_bytes=size_bytes, source=file))
+    layers = _replace_installers(layers, recipe)
+    own_files = list(_list_own_files(resolution))
     manifest = Manifest(
         imgkit=__version__,
         recipe=recipe.name,
@@ -253,6 +229,37 @@ def pack_request(resolution: Resolution) -> BuildContext:
     )
     dockerfile = render.render_resolver(layers, folder=FOLDER)
     return context.seal_context(own_files, dockerfile, manifest, code=context.pack_early_code(recipe))
+
+
+def _replace_installers(layers: Layers, recipe: Recipe) -> Layers:
+    """Return `layers` with imgkit's program in place of apt and pip. It gets the same arguments."""
+    # `inside.py` expects the name of the step as its first argument.
+    program = f"python3 {FOLDER}/{_PROGRAM}"
+    apt = f"{program} apt"
+    for package in recipe.image.apt:
+        apt += f"{NEXT}    {shlex.quote(package)}"  # each package on a line of its own
+    apt_steps = tuple(dataclasses.replace(step, command=apt) for step in layers.apt)
+    pip_steps = []
+    for step_number in install.pip_step_numbers(recipe):
+        pip = f"{program} {install.step_name(step_number)}"
+        pip_steps.append(install.pip_step(recipe, step_number, pip=pip))
+    return dataclasses.replace(layers, apt=apt_steps, pip=tuple(pip_steps))
+
+
+def _list_own_files(resolution: Resolution) -> Iterator[TarMember]:
+    """Yield imgkit's files for the build context, such as its program and kept wheels."""
+    program_data = importlib.resources.files(__package__).joinpath(_PROGRAM).read_bytes()
+    settings = json.dumps(_make_settings(resolution)).encode()
+    yield from context.list_package_files(resolution.recipe)
+    yield members.empty_folder(_CONTEXT_FOLDER)
+    yield members.memory_file(f"{_CONTEXT_FOLDER}/settings.json", settings)
+    yield members.memory_file(f"{_CONTEXT_FOLDER}/{_PROGRAM}", program_data)
+    if resolution.kept_wheels:
+        yield members.empty_folder(f"{_CONTEXT_FOLDER}/kept")
+    for name, file in resolution.kept_wheels.items():
+        # A wheel can have gigabytes. It is added by its path, so that it is read only while it is sent.
+        size_bytes = file.stat().st_size
+        yield TarMember(name=f"{_CONTEXT_FOLDER}/kept/{name}", size_bytes=size_bytes, source=file)
 
 
 def _make_settings(resolution: Resolution) -> dict[str, object]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import importlib.resources
+import itertools
 import json
 import secrets
 import shlex
@@ -174,12 +175,7 @@ def add(
     state = steps.read_state()
     existing = state.target_record
     if existing is not None:
-        if existing.arguments != request.arguments:
-            raise UsageError(
-                f"the file exists and holds {shlex.join(existing.arguments)}",
-                where=str(target),
-                hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(target))}",
-            )
+        _refuse_other_arguments(existing, request, target)
         # The content of files can change. Then the same request installs something else.
         if existing.image_digest == state.image_digest and not request.path_options:
             return AddedFile(
@@ -188,22 +184,19 @@ def add(
     with runtime.log_file(target.stem) as log:
         report.stage(f"pip in {image.name}")
         installation = steps.install(report, log)
-    answer = installation.answer
-    packages = [AddedPackage(**package) for package in answer["packages"]]
-    new_record = PackagesRecord(
-        imgkit=__version__,
-        image=image.name,
-        image_digest=state.image_digest,
-        image_id=image_id,
-        arch=arch_of(answer["machine"]),
-        python=answer["python"],
-        arguments=request.arguments,
-        packages=tuple(sorted(packages, key=lambda package: package.name.lower())),
-        modules=tuple(sorted(set(answer["modules"]))),
-        squashfs_sha256=installation.squashfs_sha256,
-    )
+    new_record = _make_record(steps, state, installation, image_id)
     new_bytes = steps.publish(new_record)
     return AddedFile(path=target, image=image, size_bytes=new_bytes, record=new_record, up_to_date=False)
+
+
+def _refuse_other_arguments(existing: PackagesRecord, request: AddRequest, target: Path) -> None:
+    """Raise UsageError if the file `target`, whose record is `existing`, is of another request."""
+    if existing.arguments != request.arguments:
+        raise UsageError(
+            f"the file exists and holds {shlex.join(existing.arguments)}",
+            where=str(target),
+            hint=f"-o OTHER.sqsh, or: rm {shlex.quote(str(target))}",
+        )
 
 
 def _choose_image_path(request: AddRequest, machine: ImageMachine | None) -> Path:
@@ -257,9 +250,8 @@ def _check_request(request: AddRequest) -> None:
         raise UsageError("no package given", where="PACKAGE", hint="imgkit add einops --image X.sif")
     for text in request.requirements:
         check_requirement(text)
-    # The record at the end of the file contains the arguments, and others may read it.
+    # What a secret seems to be, such as a token. Empty if there is none.
     secret_kind = secret_patterns.find_secret_argument(request.arguments)
-    # What the secret seems to be, such as a token. Empty if there is none.
     if secret_kind:
         raise UsageError(
             f"it holds {secret_kind}, and the record of the file would show it",
@@ -387,18 +379,11 @@ class _Steps:
         ToolMissing : the machine has no runtime or no mksquashfs.
         ToolFailed : the image does not start, or pip or mksquashfs failed.
         """
-        tar, mount_options = self._pack_inputs()
-        modules = " ".join(self.machine.modules)
-        args = (str(members.tar_size(tar)), self.machine.program, modules, *mount_options)
         pip_lines: collections.deque[str] = collections.deque(maxlen=process.KEPT_LINES)
-        output_lines = process.split_lines(
-            self._run_machine_step("install", *args, data=members.tar_chunks(tar))
-        )
-        lines = (line.decode(errors="replace") for line in output_lines)
+        lines = self._start_installation()
         try:
-            for line in lines:
-                if line == self.token:  # the next line is the answer of `inside.py`
-                    break
+            # The token ends the output of pip. The next line is the answer of `inside.py`.
+            for line in itertools.takewhile(lambda line: line != self.token, lines):
                 self._refuse_problem(line)
                 pip_lines.append(line)
                 log.write(f"{line}\n")
@@ -422,6 +407,14 @@ class _Steps:
                 remote=self.machine.remote,
             )
         return _Installation(answer, squashfs_sha256=digest_line.partition(" ")[0])
+
+    def _start_installation(self) -> Iterator[str]:
+        """Return the output of the step ``install``, line by line. The step starts at the first line."""
+        tar, mount_options = self._pack_inputs()
+        modules = " ".join(self.machine.modules)
+        args = (str(members.tar_size(tar)), self.machine.program, modules, *mount_options)
+        output = self._run_machine_step("install", *args, data=members.tar_chunks(tar))
+        return (line.decode(errors="replace") for line in process.split_lines(output))
 
     def publish(self, added: PackagesRecord) -> int:
         """Append the record to the squashfs, give the file its final name, and return its size in bytes."""
@@ -481,42 +474,71 @@ class _Steps:
         folders, so their files are added to the tar. pip finds all of this in the folder `INSIDE`.
         """
         request = self.request
-        pip_requirements = [*request.requirements]  # as pip sees them in the container
-        pip_options: list[str] = []
-        shared_folders: list[_SharedFolder] = []
         tar_members = [members.memory_file("inside.py", _read_source("inside.py"))]
-        if request.wheels is not None:
-            # Packages come only from this folder, and pip does not need a network.
-            pip_options = ["--no-index", "--find-links", f"{INSIDE}/wheels"]
-            shared_folders.append(_SharedFolder("wheels", request.wheels, ["*"]))
-        if request.requirements_file is not None:
-            # Files beside it are shared as well, because it may refer to them (-r, -c).
-            file = request.requirements_file.absolute()
-            pip_requirements += ["-r", f"{INSIDE}/requirements/{file.name}"]
-            shared_folders.append(
-                _SharedFolder("requirements", file.parent, [file.name, *_REQUIREMENTS_FILES])
-            )
         if request.project is not None:
             # The project is copied and not mounted, because a build writes into the folder.
-            pip_requirements.append(f"{INSIDE}/project")
             code = Code(source=request.project, context_folder="project", where="--project", ignore=_NOT_SENT)
             tar_members += members.collect_code([code], ()).members[code]
         mount_options: list[str] = []
-        for folder in shared_folders:
+        for folder in _list_shared_folders(request):
             # The folder in the tar is also the place at which the runtime mounts.
             tar_members.append(members.empty_folder(folder.name))
             if self.machine.remote:
                 tar_members += folder.list_members()
             else:
                 mount_options += ["--bind", f"{folder.path.absolute()}:{INSIDE}/{folder.name}:ro"]
-        pip_request = {
-            "requirements": pip_requirements,
-            "options": pip_options,
-            "replace": request.replace,
-            "protected": PROTECTED,
-        }
-        tar_members.append(members.memory_file("request.json", json.dumps(pip_request).encode()))
+        pip_request = json.dumps(_make_pip_request(request)).encode()
+        tar_members.append(members.memory_file("request.json", pip_request))
         return tar_members, mount_options
+
+
+def _make_record(
+    steps: _Steps, state: _FileState, installation: _Installation, image_id: str
+) -> PackagesRecord:
+    """Return the record of the packages that `installation` has added to the image with the id `image_id`."""
+    answer = installation.answer
+    packages = [AddedPackage(**package) for package in answer["packages"]]
+    return PackagesRecord(
+        imgkit=__version__,
+        image=steps.image.name,
+        image_digest=state.image_digest,
+        image_id=image_id,
+        arch=arch_of(answer["machine"]),
+        python=answer["python"],
+        arguments=steps.request.arguments,
+        packages=tuple(sorted(packages, key=lambda package: package.name.lower())),
+        modules=tuple(sorted(set(answer["modules"]))),
+        squashfs_sha256=installation.squashfs_sha256,
+    )
+
+
+def _list_shared_folders(request: AddRequest) -> Iterator[_SharedFolder]:
+    """Yield the folders with wheels and requirements files that pip reads in the container."""
+    if request.wheels is not None:
+        yield _SharedFolder("wheels", request.wheels, ["*"])
+    if request.requirements_file is not None:
+        # Files beside it are shared as well, because it may refer to them (-r, -c).
+        file = request.requirements_file.absolute()
+        yield _SharedFolder("requirements", file.parent, [file.name, *_REQUIREMENTS_FILES])
+
+
+def _make_pip_request(request: AddRequest) -> dict[str, object]:
+    """Return the content of ``request.json``: what pip installs, with the paths in the container."""
+    requirements = [*request.requirements]
+    options: list[str] = []
+    if request.wheels is not None:
+        # Packages come only from this folder, and pip does not need a network.
+        options = ["--no-index", "--find-links", f"{INSIDE}/wheels"]
+    if request.requirements_file is not None:
+        requirements += ["-r", f"{INSIDE}/requirements/{request.requirements_file.absolute().name}"]
+    if request.project is not None:
+        requirements.append(f"{INSIDE}/project")
+    return {
+        "requirements": requirements,
+        "options": options,
+        "replace": request.replace,
+        "protected": PROTECTED,
+    }
 
 
 def _read_source(name: str) -> bytes:

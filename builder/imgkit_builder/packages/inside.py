@@ -96,12 +96,7 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
     pip = importlib.util.find_spec("pip")
     if pip is None or pip.origin is None:  # an empty folder is a namespace package, which has no origin
         fetch_pip(folder / "pip", request["options"], env)
-    protected = protected_names(request["protected"])
-    # Packages that the user wants replaced with --replace, although the image has them.
-    replaced = [canonical(name) for name in request["replace"]]
-    for name in replaced:
-        if name in protected:
-            raise Failure("protected", name)
+    replaced = replaceable_names(request)
     write_constraints(constraints, changed_metadata, versions, replaced)
     env["PIP_CONSTRAINT"] = str(constraints)
     report = folder / "report.json"
@@ -111,9 +106,8 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
     root.mkdir()
     if report_items:
         exact_file = folder / "exact.txt"
-        exact_file.write_text(
-            "".join(f"{line}\n" for line in exact_requirements(report_items)), encoding="utf-8"
-        )
+        exact_lines = [f"{line}\n" for line in exact_requirements(report_items)]
+        exact_file.write_text("".join(exact_lines), encoding="utf-8")
         # All versions are exact now, so no constraints are needed. The variable still names an empty file.
         # Otherwise the constraints in the image's own configuration would apply.
         constraints.write_text("", encoding="utf-8")
@@ -123,6 +117,16 @@ def install(folder: Path, request: Mapping[str, Any], versions: Mapping[str, str
         "packages": [describe_package(item) for item in report_items],
         "modules": [name.partition(".")[0] for name in root_names if is_module(name)],
     }
+
+
+def replaceable_names(request: Mapping[str, Any]) -> list[str]:
+    """Return the packages that pip may replace, as the user wants. Raise Failure if one is protected."""
+    protected = protected_names(request["protected"])
+    names = [canonical(name) for name in request["replace"]]
+    for name in names:
+        if name in protected:
+            raise Failure("protected", name)
+    return names
 
 
 def write_constraints(
