@@ -91,11 +91,7 @@ def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> C
     """
     assert request.container.code is not None  # noqa: S101 - the caller has looked
     folder = request.container.code
-    if not folder.is_dir():
-        message = "not a directory" if os.path.lexists(folder) else "no such directory"
-        raise UsageError(
-            message, where=f"--code {folder}", hint="the folder of your code, for example: --code ."
-        )
+    _refuse_missing_folder(folder)
     data = data_mounts.code_patterns(request, folder)
     entries, left_out = _list_folder(folder, request.container.allow, data)
     if all(entry.kind == "dir" for entry in entries):
@@ -117,6 +113,14 @@ def read_code_folder(request: JobRequest, *, large: bool, report: Reporter) -> C
         projects=tuple(_find_python_projects(folder, entries)),
         left_out=left_out,
     )
+
+
+def _refuse_missing_folder(folder: Path) -> None:
+    """Raise UsageError if the folder of ``--code`` does not exist, or is not a folder."""
+    if folder.is_dir():
+        return
+    message = "not a directory" if os.path.lexists(folder) else "no such directory"
+    raise UsageError(message, where=f"--code {folder}", hint="the folder of your code, for example: --code .")
 
 
 def _find_python_projects(folder: Path, entries: Iterable[CodeFile]) -> Iterator[InstalledProject]:
@@ -359,6 +363,23 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
     ----------
     image : the job's image if it is a .sif or .sqsh on this machine. With None, only the sizes are checked.
     """
+    names = _select_needed_names(code, image)
+    if not names:
+        return ""
+    # Suggest the folder of a file, or the entry itself if it is at the top of the code, which has no folder.
+    folders = [posixpath.dirname(name) or name for name in names]
+    unique_folders = list(dict.fromkeys(folders))  # each folder once, in the original order
+    data = json.dumps(unique_folders[:_MAX_NAMES], ensure_ascii=False)
+    return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
+
+
+def _select_needed_names(code: CodeFolder, image: Path | None) -> list[str]:
+    """Return the ignored files and folders of the code that the job may need, as `left_out_notice` says.
+
+    Parameters
+    ----------
+    image : a .sif or .sqsh on this machine, or None to look only at the sizes.
+    """
     image_names: Collection[str] = ()
     if image is not None and code.left_out:  # the image is read only if there is something to look for
         image_names = _list_names_in_image(image)
@@ -367,13 +388,7 @@ def left_out_notice(code: CodeFolder, image: Path | None) -> str:
         path_in_image = f"{WORKSPACE}/{name.rstrip('/')}"  # without a leading slash, as in the image
         if path_in_image in image_names or _looks_like_data(code.folder, name):
             names.append(name)
-    if not names:
-        return ""
-    # Suggest the folder of a file, or the entry itself if it is at the top of the code, which has no folder.
-    folders = [posixpath.dirname(name) or name for name in names]
-    unique_folders = list(dict.fromkeys(folders))  # each folder once, in the original order
-    data = json.dumps(unique_folders[:_MAX_NAMES], ensure_ascii=False)
-    return f"not sent: {sources.describe_left_out(names)}; if the job reads it: data = {data} in imgkit.toml"
+    return names
 
 
 def _list_names_in_image(image: Path) -> frozenset[str]:
@@ -547,14 +562,7 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
     The error names the three largest entries at the top of the folder, by their size or their number of
     files. Data that is in the code by mistake is usually in one of these entries.
     """
-    sizes = collections.Counter[str]()
-    counts = collections.Counter[str]()
-    for entry in entries:
-        # The first part of the path, such as "data" of "data/a/b.bin".
-        top_name = entry.name.partition("/")[0]
-        sizes[top_name] += entry.size_bytes
-        if entry.kind == "file":
-            counts[top_name] += 1
+    sizes, counts = _total_top_entries(entries)
     if sizes.total() > LARGE_BYTES:
         total_text = size_text(sizes.total())
         largest = sizes.most_common(_MAX_NAMES)
@@ -572,3 +580,20 @@ def _refuse_large(folder: Path, entries: Sequence[CodeFile]) -> None:
         hint="list data in .gitignore, and name its folder in imgkit.toml (data = [...]); to send all of it: "
         "--yes",
     )
+
+
+def _total_top_entries(
+    entries: Iterable[CodeFile],
+) -> tuple[collections.Counter[str], collections.Counter[str]]:
+    """Return the size in bytes and the number of files of each entry at the top of the code's folder.
+
+    For example, ``data/a/b.bin`` counts for the entry ``data``.
+    """
+    sizes = collections.Counter[str]()
+    counts = collections.Counter[str]()
+    for entry in entries:
+        top_name = entry.name.partition("/")[0]
+        sizes[top_name] += entry.size_bytes
+        if entry.kind == "file":
+            counts[top_name] += 1
+    return sizes, counts

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import posixpath
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from imgkit_builder.base.flags import declared_options
@@ -263,11 +263,7 @@ def _check_and_list_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     UsageError : a value of ``--bind`` is not ``SRC[:DEST[:ro]]``, or a mount would hide the run's code.
     """
     requested_binds = job.request.container.binds
-    for bind in requested_binds:  # the binds of the recipe were checked when it was loaded
-        faults = [*rules.printable_text(bind), *rules.bind_mount(bind)]
-        if faults:
-            message, hint = faults[0]
-            raise UsageError(message, where="--bind", hint=hint)
+    _refuse_invalid_binds(requested_binds)  # the binds of the recipe were checked when it was loaded
     binds = (*job.recipe.system.runtime.binds, *requested_binds)
     if job.request.container.code is not None:
         _refuse_hidden_code(binds)
@@ -276,6 +272,15 @@ def _check_and_list_mounts(job: Job, secret_file: str) -> tuple[str, ...]:
     if Path(secret_file).is_relative_to(job.directory):
         return binds
     return (*binds, f"{secret_file}:{secret_file}:ro")
+
+
+def _refuse_invalid_binds(binds: Iterable[str]) -> None:
+    """Raise UsageError for a value of ``--bind`` that is not ``SRC[:DEST[:ro]]``."""
+    for bind in binds:
+        faults = [*rules.printable_text(bind), *rules.bind_mount(bind)]
+        if faults:
+            message, hint = faults[0]
+            raise UsageError(message, where="--bind", hint=hint)
 
 
 def _refuse_hidden_code(binds: Sequence[str]) -> None:

@@ -119,17 +119,22 @@ def prepare_build(
             where="--submit",
             hint="build it with an engine elsewhere, and here: imgkit sif ARCHIVE --format sqsh --submit",
         )
+    image = request.directory.absolute() / (build.output or f"{Path(recipe).stem}.sif")
+    command = _build_command(recipe, build, image, verbose=verbose)
+    return _prepare_job(target, request, image, command)
+
+
+def _build_command(recipe: str | Path, build: SifBuildRequest, image: Path, *, verbose: bool) -> Argv:
+    """Return the command ``imgkit build`` that writes the image of `recipe` to the file `image`."""
     file = Path(recipe)
     source = str(recipe)
     if file.suffix in RECIPE_SUFFIXES:  # any other text is the name of a recipe, and must stay as it is
         source = str(file.absolute())
-    image = request.directory.absolute() / (build.output or f"{file.stem}.sif")
     # The output is left out, because the command below names it by its absolute path.
     arguments = flags.option_arguments(SifBuildRequest, dataclasses.replace(build, output=None))
     if verbose:
         arguments += ("--verbose",)
-    command = ("imgkit", "build", source, "--with", "apptainer", *arguments, "-o", str(image))
-    return _prepare_job(target, request, image, command)
+    return ("imgkit", "build", source, "--with", "apptainer", *arguments, "-o", str(image))
 
 
 def submit_conversion(prepared: PreparedJob, report: Reporter) -> SubmittedJob:

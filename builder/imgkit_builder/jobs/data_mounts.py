@@ -232,18 +232,18 @@ def mount_points(request: JobRequest, entries: Iterable[CodeFile]) -> Iterator[C
         if not is_in_code(data_spec.target):  # the runtime creates mount points outside of the code
             continue
         for mount_point in _mount_points_of_item(data_spec):
-            kind = kinds.get(mount_point.name, "")
-            if not kind:
-                # Remember the folder, so that it is yielded only once if several mount points have it as a
-                # parent.
-                kinds[mount_point.name] = mount_point.kind
-                yield mount_point
-            elif kind != mount_point.kind:
+            kind = kinds.get(mount_point.name)
+            # The code has it, or it was yielded before as the parent of another mount point.
+            if kind == mount_point.kind:
+                continue
+            if kind is not None:
                 raise UsageError(
                     f"the code has a {kind} {mount_point.name}, and data is mounted at {data_spec.target}",
                     where="data",
                     hint="choose another place: /SRC:/DEST",
                 )
+            kinds[mount_point.name] = mount_point.kind
+            yield mount_point
 
 
 def _mount_points_of_item(data_spec: DataSpec) -> Iterator[CodeFile]:

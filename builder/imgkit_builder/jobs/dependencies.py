@@ -37,13 +37,18 @@ def with_scheduler_ids(options: Iterable[str], remote: str) -> tuple[str, ...]:
         if not _DEPENDENCY.match(option):
             translated.append(option)
             continue
-        for handle in _HANDLE.finditer(option):
-            if handle["remote"] != remote:
-                destination = f"to {remote}" if remote else "to the scheduler of this machine"
-                raise UsageError(
-                    f"{handle[0]} is a job on {handle['remote']}, but the new job goes {destination}",
-                    where="--option",
-                    hint=f"wait for it first: imgkit wait {handle[0]}",
-                )
+        _refuse_other_remotes(option, remote)
         translated.append(_HANDLE.sub(r"\g<id>", option))
     return tuple(translated)
+
+
+def _refuse_other_remotes(option: str, remote: str) -> None:
+    """Raise UsageError if `option` names a job that is not on `remote`."""
+    for handle in _HANDLE.finditer(option):
+        if handle["remote"] != remote:
+            destination = f"to {remote}" if remote else "to the scheduler of this machine"
+            raise UsageError(
+                f"{handle[0]} is a job on {handle['remote']}, but the new job goes {destination}",
+                where="--option",
+                hint=f"wait for it first: imgkit wait {handle[0]}",
+            )

@@ -334,23 +334,10 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
     """
     last_line = _last_line(finished)
     image_name = job.container.image
-    runtime = runtime_of(job)
     if not last_line.startswith(_PROBE_MESSAGE):  # the probe itself has not been started
-        program = runtime.probe_program(job)
-        # A shell exits with 127 if the program, which is the container runtime here, is missing.
-        if program and finished.returncode == 127:
-            return ToolMissing(
-                f"imgkit has to look into this image, which it did not build, but {program!r} fails here: "
-                f"{last_line}",
-                where=image_name,
-                hint="submit on a login node of the system",
-            )
-        if job.request.container.activate:
-            return UsageError(
-                f"the command fails in {image_name}: {last_line}",
-                where="--activate",
-                hint=f"try it there: {runtime.typed_shell(job)}",
-            )
+        error = _probe_start_error(job, finished.returncode, last_line)
+        if error is not None:
+            return error
     arch = _foreign_arch(Path(image_name))
     if arch:
         return UsageError(
@@ -363,6 +350,35 @@ def _no_python_error(job: Job, finished: Finished) -> UsageError | ToolMissing:
         where=image_name,
         hint=_CHOOSE_PYTHON_HINT,
     )
+
+
+def _probe_start_error(job: Job, exit_code: int, last_line: str) -> UsageError | ToolMissing | None:
+    """Return the error for a missing container runtime or a failed ``--activate``, or None for another cause.
+
+    In both cases, the probe (a short program that runs in the image) has not been started.
+
+    Parameters
+    ----------
+    last_line : the last line of the output, which says why the probe has not been started.
+    """
+    image_name = job.container.image
+    runtime = runtime_of(job)
+    program = runtime.probe_program(job)
+    # A shell exits with 127 if the program, which is the container runtime here, is missing.
+    if program and exit_code == 127:
+        return ToolMissing(
+            f"imgkit has to look into this image, which it did not build, but {program!r} fails here: "
+            f"{last_line}",
+            where=image_name,
+            hint="submit on a login node of the system",
+        )
+    if job.request.container.activate:
+        return UsageError(
+            f"the command fails in {image_name}: {last_line}",
+            where="--activate",
+            hint=f"try it there: {runtime.typed_shell(job)}",
+        )
+    return None
 
 
 def _foreign_arch(path: Path) -> str:

@@ -141,9 +141,8 @@ def find_image_source(recipe: str, request: JobRequest, default: str) -> ImageSo
         )
     # From here on, the .sif is the result of a build or conversion. The .sif of the project's recipe is
     # beside imgkit.toml. The .sif of any other recipe is in the current folder.
-    folder = Path()
-    if not recipe and request.project and request.project.recipe:
-        folder = request.project_folder
+    is_from_project = not recipe and request.project is not None and request.project.recipe != ""
+    folder = request.project_folder if is_from_project else Path()
     sif = folder / f"{name_stem(title)}.sif"
     if _is_archive(file):
         target = archive_target(file) or _default_target(file, default)

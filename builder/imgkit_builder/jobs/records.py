@@ -67,12 +67,17 @@ def find_record(job_id: str) -> SubmittedJob:
     if record is not None:
         refuse_unknown_id(record)
         return record
+    raise _unknown_id_error(job_id)
+
+
+def _unknown_id_error(job_id: str) -> UsageError:
+    """Return the error for an id that no record has. The hint lists the ids of the last jobs."""
     hint = "imgkit run prints the id"
     paths = sorted(_records_folder().glob("*.json"), key=lambda path: path.stat().st_mtime)
     if paths:
         last_ids = [path.stem for path in paths[-_MAX_LISTED_JOBS:]]
         hint = f"the last jobs: {', '.join(last_ids)}"
-    raise UsageError(f"imgkit has no record of a job {job_id!r}", where="ID", hint=hint)
+    return UsageError(f"imgkit has no record of a job {job_id!r}", where="ID", hint=hint)
 
 
 def refuse_unknown_id(record: SubmittedJob) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 from imgkit_builder.base.flags import declared_options, flags_in
 from imgkit_builder.jobs import container_setup, quoting, runtimes, systems
@@ -53,30 +54,8 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
     """
     # The partition must be selected first, because all later checks need the limits of its nodes.
     recipe = _select_partition(recipe, request.allocation.queue or recipe.system.queue.name)
-    scheduler = recipe.system.scheduler
-    system = systems.get_system(scheduler)
-    allocation = _queue_allocation(recipe, request, system)
-    container_setup.refuse_secrets(recipe, request)
-    directory = request.directory.absolute()
-    quoting.check_flag_value("--directory", str(directory))
-    runtime = _select_runtime(recipe, request.container.runtime, system)
-    command = _job_command(request)
-    image = runtime.image(container_setup.requested_image(request), recipe.name, directory)
-    job = Job(
-        recipe=recipe,
-        request=request,
-        # A flag of the system can choose another one: `--format` gives jobs of RunAI to Kubeflow.
-        system=request.flags(system.flags).system or scheduler,
-        name=quoting.check_flag_value("--name", request.name or recipe.name),
-        directory=directory,
-        allocation=allocation,
-        container=Container(image=image, runtime=runtime.kind),
-        command=command,
-        warnings=(
-            *_unused_flag_warnings(recipe, request, system, runtime),
-            *_unlisted_queue_warnings(recipe, allocation.queue),
-        ),
-    )
+    system = systems.get_system(recipe.system.scheduler)
+    job = _job_without_nodes(recipe, request, system)
     if request.container.code is not None and not system.code_copier:
         raise UsageError(
             f"{recipe.title} has no folder into which a run could copy its code",
@@ -88,10 +67,44 @@ def resolve_job(recipe: Target, request: JobRequest) -> Job:
     job = _with_nodes(job, system)
     job = dataclasses.replace(job, settings=_agent_settings(job, system))
     job = container_setup.with_mounts_and_variables(job, passes_names=system.abilities.passes_names)
+    runtime = runtime_of(job)
     runtime.check(job)
     _refuse_amd(job)
     warnings = (*job.warnings, *system.check(job), *runtime.warnings(job))
     return dataclasses.replace(job, warnings=warnings)
+
+
+def _job_without_nodes(recipe: Target, request: JobRequest, system: System) -> Job:
+    """Return a job with its command, image and queue, to which `_with_nodes` adds the nodes.
+
+    Its warnings name flags that have no effect in this job, and a queue that the recipe does not list.
+
+    Raises
+    ------
+    UsageError : a value is not valid, or would reveal a secret, or the system cannot use the runtime.
+    """
+    allocation = _queue_allocation(recipe, request, system)
+    container_setup.refuse_secrets(recipe, request)
+    directory = request.directory.absolute()
+    quoting.check_flag_value("--directory", str(directory))
+    runtime = _select_runtime(recipe, request.container.runtime, system)
+    command = _job_command(request)
+    image = runtime.image(container_setup.requested_image(request), recipe.name, directory)
+    return Job(
+        recipe=recipe,
+        request=request,
+        # A flag of the system can choose another one: `--format` gives jobs of RunAI to Kubeflow.
+        system=request.flags(system.flags).system or recipe.system.scheduler,
+        name=quoting.check_flag_value("--name", request.name or recipe.name),
+        directory=directory,
+        allocation=allocation,
+        container=Container(image=image, runtime=runtime.kind),
+        command=command,
+        warnings=(
+            *_unused_flag_warnings(recipe, request, system, runtime),
+            *_unlisted_queue_warnings(recipe, allocation.queue),
+        ),
+    )
 
 
 def resolve_conversion(recipe: Target, request: JobRequest, image: Path) -> Job:
@@ -138,30 +151,49 @@ def _with_sif_queue(recipe: Target, system: System) -> Target:
     an error about an option still names its line in ``queue.sif``.
     """
     queue = recipe.system.queue
-    # Both begin empty, because the queue and the QoS of other jobs must not be kept.
-    fields = {"name": "", "qos": ""}
-    options: list[str] = []
+    fields, option_indices = _parse_sif_arguments(queue.sif, system.queue.fields)
+    options = tuple(queue.sif[index] for index in option_indices)
     new_keys: dict[KeyPath, KeyPath] = {}
-    next_field = ""  # the field whose value is the next argument
-    for index, argument in enumerate(queue.sif):
-        option, _, value = argument.partition("=")
-        # The previous argument was an option such as "-q", so this argument is its value. This must be looked
-        # at first: the value itself would otherwise count as an option for the scheduler.
-        if next_field:
-            fields[next_field] = argument
-            next_field = ""
-        # `system.queue.fields` maps the scheduler's options to fields, such as "--qos" to "qos". Any other
-        # option sets neither the queue nor the QoS, so the scheduler gets it unchanged.
-        elif option not in system.queue.fields:
-            new_keys["system", "queue", "sif", index] = ("system", "queue", "options", len(options))
-            options.append(argument)
-        elif value:
-            fields[system.queue.fields[option]] = value
-        else:  # PBS has the value in the next argument: "-q", "debug"
-            next_field = system.queue.fields[option]
-    sif_queue = dataclasses.replace(queue, name=fields["name"], qos=fields["qos"], options=tuple(options))
+    for new_index, index in enumerate(option_indices):
+        new_keys["system", "queue", "sif", index] = ("system", "queue", "options", new_index)
+    sif_queue = dataclasses.replace(queue, name=fields["name"], qos=fields["qos"], options=options)
     system_facts = dataclasses.replace(recipe.system, queue=sif_queue)
     return _with_copied_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
+
+
+class _SifArguments(NamedTuple):
+    """What `_parse_sif_arguments` reads from ``queue.sif``."""
+
+    fields: Mapping[str, str]
+    """The values of the fields ``name`` (the queue) and ``qos``, or "" if ``queue.sif`` does not set them."""
+    option_indices: Sequence[int]
+    """The positions in ``queue.sif`` of all other arguments, which the scheduler gets unchanged."""
+
+
+def _parse_sif_arguments(arguments: Sequence[str], field_by_option: Mapping[str, str]) -> _SifArguments:
+    """Separate the arguments of ``queue.sif`` that set the queue or the QoS from all others.
+
+    Parameters
+    ----------
+    field_by_option : the scheduler's options that set a field, for example ``{"--qos": "qos"}``.
+    """
+    # Both begin empty, because the queue and the QoS of other jobs must not be kept.
+    fields = {"name": "", "qos": ""}
+    option_indices = []
+    next_field = ""  # the field whose value is the next argument
+    for index, argument in enumerate(arguments):
+        if next_field:  # PBS has the value in an argument of its own: "-q", "debug"
+            fields[next_field] = argument
+            next_field = ""
+            continue
+        option, _, value = argument.partition("=")
+        if option not in field_by_option:
+            option_indices.append(index)
+        elif value:
+            fields[field_by_option[option]] = value
+        else:
+            next_field = field_by_option[option]
+    return _SifArguments(fields, option_indices)
 
 
 def _with_copied_positions(recipe: Target, new_keys: Mapping[KeyPath, KeyPath]) -> Target:
@@ -208,19 +240,28 @@ def _select_partition(recipe: Target, name: str) -> Target:
     if partition is None:
         return recipe
     system_facts = recipe.system.in_partition(name)
-    partition_key = ("system", "partitions", name)
-    new_keys: dict[KeyPath, KeyPath] = {}
-    # The positions are the line of each key in the recipe's file. For a recipe from an image, there are none.
-    for key in recipe.positions:
-        *parent_key, field = key
-        if tuple(parent_key) == partition_key:  # "system.partitions.NAME.gpus" -> "system.node.gpus"
-            new_keys[key] = ("system", "node", field)
+    new_keys = _node_keys(recipe, name)
     # `in_partition` has appended the options of the partition to those of the queue.
     first_index = len(system_facts.queue.options) - len(partition.options)
     for index in range(len(partition.options)):
-        old_key = (*partition_key, "options", index)
+        old_key = ("system", "partitions", name, "options", index)
         new_keys[old_key] = ("system", "queue", "options", first_index + index)
     return _with_copied_positions(dataclasses.replace(recipe, system=system_facts), new_keys)
+
+
+def _node_keys(recipe: Target, partition_name: str) -> dict[KeyPath, KeyPath]:
+    """Return the key under ``system.node`` for each key of a partition in the recipe's file.
+
+    For example, ``system.partitions.NAME.gpus`` -> ``system.node.gpus``. A recipe from an image has no file,
+    so the result is empty.
+    """
+    partition_key = ("system", "partitions", partition_name)
+    new_keys: dict[KeyPath, KeyPath] = {}
+    for key in recipe.positions:  # the keys in the recipe's file, with the line of each
+        *parent_key, field = key
+        if tuple(parent_key) == partition_key:
+            new_keys[key] = ("system", "node", field)
+    return new_keys
 
 
 def _unlisted_queue_warnings(recipe: Target, queue: str) -> Iterator[str]:
@@ -399,12 +440,18 @@ def _job_command(request: JobRequest) -> tuple[str, ...]:
             raise UsageError(
                 "an argument of the command contains a line break", where="COMMAND", hint="put it in a file"
             )
-    # Only imgkit's commands in the image begin with "dist-", so an unknown one is a typing error.
-    program = command[0]
+    _refuse_unknown_entry_point(command[0])
+    return command
+
+
+def _refuse_unknown_entry_point(program: str) -> None:
+    """Raise UsageError for a program ``dist-*`` that imgkit does not have.
+
+    Only imgkit's commands in the image begin with ``dist-``, so an unknown one is a typing error.
+    """
     entry_points = [entry_point.name for entry_point in COMMANDS]
     if program.startswith("dist-") and program not in entry_points:
         raise UsageError(f"there is no {program}", where="COMMAND", hint=allowed_hint(program, entry_points))
-    return command
 
 
 def _select_runtime(recipe: Target, requested: RuntimeName | None, system: System) -> Runtime:
@@ -431,19 +478,28 @@ def _select_runtime(recipe: Target, requested: RuntimeName | None, system: Syste
             hint="system.runtime with kind: docker and command: podman (or podman-hpc) in the recipe",
             is_requested=requested is not None,
         )
-    # The registration lists the runtimes that jobs of this system can use.
-    if runtime.kind in system.registration.runtimes:
-        return runtime
-    # What follows only explains the refusal.
+    supported_runtimes = system.registration.runtimes
+    if runtime.kind not in supported_runtimes:
+        raise _runtime_error(
+            recipe,
+            _unsupported_runtime_message(recipe, runtime, supported_runtimes),
+            key="kind",
+            hint=allowed_hint(runtime.kind, supported_runtimes),
+            is_requested=requested is not None,
+        )
+    return runtime
+
+
+def _unsupported_runtime_message(recipe: Target, runtime: Runtime, supported_kinds: Collection[str]) -> str:
+    """Return the message about a runtime that jobs on the recipe's system cannot use."""
     message = f"{runtime.kind} cannot be used on {recipe.title}"
-    starts_pods = Host.kind not in system.registration.runtimes  # Kubernetes passes the variables to pods
+    starts_pods = Host.kind not in supported_kinds  # Kubernetes passes the variables to pods
     if runtime.passes_variables_as_options and not starts_pods:
         message += (
-            f": {program} does not pass {recipe.system.scheduler}'s variables into the container, so each "
-            "node would run alone"
+            f": {runtime.program(recipe)} does not pass {recipe.system.scheduler}'s variables into the "
+            "container, so each node would run alone"
         )
-    hint = allowed_hint(runtime.kind, system.registration.runtimes)
-    raise _runtime_error(recipe, message, key="kind", hint=hint, is_requested=requested is not None)
+    return message
 
 
 def _runtime_error(recipe: Target, message: str, *, key: str, hint: str, is_requested: bool) -> UsageError:

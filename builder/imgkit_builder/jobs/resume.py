@@ -52,16 +52,11 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
     recipe_text = str(recipe)
     if Path(recipe).is_file():
         recipe_text = str(Path(recipe).absolute())
-    container = request.container
-    changes: dict[str, Any] = {"code": _absolute(container.code), "templates": _absolute(request.templates)}
-    if not remote:  # on a remote, imgkit chooses the folder, and the path of the image belongs to the remote
-        changes["directory"] = request.directory.absolute()
-        if container.image and Path(container.image).exists():
-            changes["image"] = str(Path(container.image).absolute())
+    paths = _absolute_paths(request, remote)
     # The flags of the system are stored separately, with the name of their class, which differs for each
     # system.
     # The run that this job itself resumes is not recorded, because the next `imgkit resume` finds it anew.
-    recorded = request.changed(**changes, system_flags=(), resumed=None)
+    recorded = request.changed(**paths, system_flags=(), resumed=None)
     system_flags = {type(flags).__name__: dataclasses.asdict(flags) for flags in request.system_flags}
     data = {
         "recipe": recipe_text,
@@ -71,6 +66,22 @@ def to_json(recipe: str | Path, request: JobRequest, base: str, *, remote: str) 
     }
     # `default=str` writes paths as text.
     return json.dumps(data, default=str)
+
+
+def _absolute_paths(request: JobRequest, remote: str) -> dict[str, Any]:
+    """Return the paths of the request on this machine as absolute paths, by the fields of the request.
+
+    On a remote, imgkit chooses the folder of the job, and the path of the image belongs to the remote. So the
+    result contains neither of them if `remote` is not empty.
+    """
+    container = request.container
+    paths: dict[str, Any] = {"code": _absolute(container.code), "templates": _absolute(request.templates)}
+    if remote:
+        return paths
+    paths["directory"] = request.directory.absolute()
+    if container.image and Path(container.image).exists():  # otherwise it may be an image in a registry
+        paths["image"] = str(Path(container.image).absolute())
+    return paths
 
 
 def _absolute(path: Path | None) -> Path | None:

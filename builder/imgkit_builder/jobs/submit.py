@@ -426,25 +426,10 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
     job = ready.job
     output = _call_scheduler(ready, transport)
     job_id, cluster = _parse_job_id(output, job)
-    resumed = job.request.resumed
-    queued = QueuedJob(
-        # imgkit's own id contains random digits, because it names the file of the record and must be unique.
-        id=job_id or f"unknown-{secrets.token_hex(4)}",
-        cluster=cluster,
-        system=job.system,
-        kind=ready.script.kind,
-        name=job.name,
-        directory=job.directory,
-        queue=job.allocation.queue,
-        remote=transport.name,
-        array=ready.script.is_array,
-        shell_line=runtime_of(job).shell_line(job),
-        run_name=resumed.folder.name if resumed else "",
-    )
     memory = job.allocation.memory
     entry_points = job.container.entry_points
     record = SubmittedJob(
-        job=queued,
+        job=_describe_queued_job(ready, job_id, cluster, remote=transport.name),
         recipe=job.recipe.name,
         # An answer marks a job whose id is unknown. imgkit then never asks the scheduler about it.
         answer=None if job_id else output[:_MAX_ANSWER_CHARS],
@@ -457,6 +442,33 @@ def _submit_script(ready: PreparedJob, transport: Transport) -> SubmittedJob:
         request=ready.request,
     )
     return transport.with_store(record, job)  # for a job in pods, its files are on another machine
+
+
+def _describe_queued_job(ready: PreparedJob, job_id: str, cluster: str, *, remote: str) -> QueuedJob:
+    """Return the part of a job's record by which imgkit asks the scheduler about the job.
+
+    Parameters
+    ----------
+    job_id : the scheduler's id, or "" if it is unknown. imgkit then chooses an id.
+    cluster : the cluster that has the job, or "" unless the site has several clusters.
+    remote : the remote on which the job was submitted, or "" for this machine.
+    """
+    job = ready.job
+    resumed = job.request.resumed
+    return QueuedJob(
+        # imgkit's own id contains random digits, because it names the file of the record and must be unique.
+        id=job_id or f"unknown-{secrets.token_hex(4)}",
+        cluster=cluster,
+        system=job.system,
+        kind=ready.script.kind,
+        name=job.name,
+        directory=job.directory,
+        queue=job.allocation.queue,
+        remote=remote,
+        array=ready.script.is_array,
+        shell_line=runtime_of(job).shell_line(job),
+        run_name=resumed.folder.name if resumed else "",
+    )
 
 
 def _call_scheduler(ready: PreparedJob, transport: Transport) -> str:

@@ -468,6 +468,13 @@ class VolumeStore(Transport):
         return dataclasses.replace(record, job=queued)
 
 
+def _refuse_unsafe_folder(path: Path) -> None:
+    """Raise UsageError if `path` is a link or belongs to another user, who could change what jobs execute."""
+    if path.is_symlink() or files.is_foreign_folder(path):
+        message = "it is a link or belongs to another user, and the job would execute what is in it"
+        raise UsageError(message, where=str(path), hint="remove it, or choose another --directory")
+
+
 def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     """Create the folder `target`, unless it exists. Other processes never see a half-written folder.
 
@@ -483,9 +490,7 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> None:
     UsageError : `target` is a link or belongs to another user, who could change what the job executes.
     """
     if os.path.lexists(target):
-        if target.is_symlink() or files.is_foreign_folder(target):
-            message = "it is a link or belongs to another user, and the job would execute what is in it"
-            raise UsageError(message, where=str(target), hint="remove it, or choose another --directory")
+        _refuse_unsafe_folder(target)
         return
     target.parent.mkdir(exist_ok=True)
     temporary = files.temporary_name(target)

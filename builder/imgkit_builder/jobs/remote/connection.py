@@ -406,12 +406,22 @@ def _skip_banner(output: Iterable[bytes], token_line: bytes, host: str) -> Gener
             break
     banner, separator, script_output = first_bytes.partition(token_line)
     if not separator:  # without the token, nothing shows that the output is from imgkit's script
-        message = f"the login shell of {host} runs no command"
-        banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
-        if banner_end:
-            message += "; it printed"
-        quoted_message, hint = process.quote_output(message, banner_end, _startup_hint(host))
-        raise ToolFailed(quoted_message, hint=hint)
+        raise _no_script_error(banner, host)
     if script_output:
         yield script_output
     yield from chunks
+
+
+def _no_script_error(banner: bytes, host: str) -> ToolFailed:
+    """Return the error for a login shell that has not run imgkit's script.
+
+    Parameters
+    ----------
+    banner : what the login shell has printed. The error quotes the end of it.
+    """
+    message = f"the login shell of {host} runs no command"
+    banner_end = banner[-_SHOWN_BANNER_BYTES:].decode(errors="replace").strip()
+    if banner_end:
+        message += "; it printed"
+    quoted_message, hint = process.quote_output(message, banner_end, _startup_hint(host))
+    return ToolFailed(quoted_message, hint=hint)

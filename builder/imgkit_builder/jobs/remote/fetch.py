@@ -68,12 +68,8 @@ def fetch_run(
             where=job.handle,
             hint=f"imgkit status {job.handle}",
         )
-    new_files = []
-    new_bytes = 0
-    for path, version in files.items():
-        if files_before.get(path) != version:
-            new_files.append(path)
-            new_bytes += version.size_bytes
+    new_files = [path for path, version in files.items() if version != files_before.get(path)]
+    new_bytes = sum(files[path].size_bytes for path in new_files)
     return Fetched(folder=folder, new=tuple(new_files), files=len(files), bytes=new_bytes)
 
 
@@ -107,16 +103,17 @@ def _fetch_run_folder(
     if not checkpoints:
         options.append("--exclude=checkpoints/")
     # Names of files may contain bytes that are not UTF-8. "surrogateescape" writes them unchanged.
+    patterns = [
+        f"/{WORKSPACE}/{_escape_pattern(name)}\n" for name in _list_unchanged_code(connection, record)
+    ]
     with tempfile.NamedTemporaryFile(
         "w", prefix="imgkit-", encoding="utf-8", errors="surrogateescape"
-    ) as patterns:
-        unchanged_names = _list_unchanged_code(connection, record)
-        for name in unchanged_names:
-            patterns.write(f"/{WORKSPACE}/{_escape_pattern(name)}\n")
-        patterns.flush()
-        if unchanged_names:
+    ) as pattern_file:
+        pattern_file.writelines(patterns)
+        pattern_file.flush()
+        if patterns:
             # Without --prune-empty-dirs, folders with only unchanged files would be created empty.
-            options += [f"--exclude-from={patterns.name}", "--prune-empty-dirs"]
+            options += [f"--exclude-from={pattern_file.name}", "--prune-empty-dirs"]
         try:
             rsync.run_rsync(
                 connection,

@@ -455,13 +455,21 @@ def unfinished_jobs(connection: Connection, name: str) -> UnfinishedJobs:
         return UnfinishedJobs(unknown_reason=error.what)
     if not system.queue.unfinished_ids:
         return UnfinishedJobs(unknown_reason=f"{system_name} lists no jobs")
-    argv = []
-    for argument in system.queue.unfinished_ids:
-        is_for_cluster = "{cluster}" in argument  # this option is only for a site with several clusters
-        if cluster or not is_for_cluster:
-            argv.append(argument.format(cluster=cluster))
+    argv = _fill_in_cluster(system.queue.unfinished_ids, cluster)
     finished = remote_jobs.run_scheduler_command(connection, argv)
     if finished.returncode != 0:  # its output may lack jobs
         reason = f"{argv[0]} failed with exit code {finished.returncode}: {finished.tail()}"
         return UnfinishedJobs(unknown_reason=reason)
     return UnfinishedJobs(ids=frozenset(finished.output.split()))
+
+
+def _fill_in_cluster(argv: Sequence[str], cluster: str) -> list[str]:
+    """Return `argv` with the name of the cluster: ``--clusters={cluster}`` -> ``--clusters=gpu``.
+
+    If `cluster` is empty, the site has only one cluster, and arguments with ``{cluster}`` are left out.
+    """
+    arguments = []
+    for argument in argv:
+        if cluster or "{cluster}" not in argument:
+            arguments.append(argument.format(cluster=cluster))
+    return arguments

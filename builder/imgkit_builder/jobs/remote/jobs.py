@@ -259,16 +259,14 @@ def follow_output(
     while True:
         written_before = written_bytes
         try:
-            # The script _FOLLOW ends with the job, but may miss its last output. The script _REST then prints
-            # that part.
-            for script in (_FOLLOW, _REST):
-                for part in _stream_output(connection, record, script, start=written_bytes):
-                    if isinstance(part, str):
-                        status = system.parse_status(part)
-                        on_status(status.state, status.wait)
-                    else:
-                        write(part)
-                        written_bytes += len(part)  # both scripts, and the next connection, start from here
+            for part in _stream_to_end(connection, record, start=written_bytes):
+                if isinstance(part, str):
+                    status = system.parse_status(part)
+                    on_status(status.state, status.wait)
+                else:
+                    write(part)
+                    written_bytes += len(part)  # the next connection starts from here
+            return
         except Cut as error:
             # Only connections in a row that bring no new output count as failures.
             if written_bytes > written_before:
@@ -278,8 +276,25 @@ def follow_output(
                 raise
             log(f"the connection was lost, and imgkit connects again: {error.what}")
             time.sleep(2**failures)  # 2, 4, 8 and 16 seconds
-        else:
-            return
+
+
+def _stream_to_end(
+    connection: Connection, record: SubmittedJob, *, start: int
+) -> Generator[bytes | str, None, None]:
+    """Yield the job's output as bytes and the scheduler's answers as text, until the job has ended.
+
+    Parameters
+    ----------
+    start : the number of bytes at the start of the job's output that are skipped.
+    """
+    position = start
+    # The script _FOLLOW ends with the job, but may miss its last output. The script _REST then prints that
+    # part.
+    for script in (_FOLLOW, _REST):
+        for part in _stream_output(connection, record, script, start=position):
+            if isinstance(part, bytes):
+                position += len(part)
+            yield part
 
 
 def _stream_output(

@@ -188,7 +188,12 @@ def _run_with_progress(argv: Sequence[str], report: Reporter, size_bytes: int | 
             report.advance(position, size_bytes)
             if match["percent"] == b"100":  # the current file is complete
                 finished_bytes = position
-    statistics = _STATISTICS.search(output_end.decode(errors="replace"))
+    return _parse_statistics(output_end.decode(errors="replace"))
+
+
+def _parse_statistics(output: str) -> Transferred | None:
+    """Return the number and the size of the transferred files from rsync's output, or None if it has none."""
+    statistics = _STATISTICS.search(output)
     if statistics is None:
         return None
     return Transferred(

@@ -20,7 +20,7 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -375,17 +375,10 @@ def parse_store(output: bytes, remote: Remote) -> Store:
     error = home_error(home, owner, remote)
     if error is not None:
         raise error
-    images = []
-    for name, description in descriptions.items():
-        stored = _parse_description(description)
-        # The name is made of the digests in the description. A folder with another name may have been copied
-        # or edited by hand, so it is left out.
-        if stored is not None and stored.name == name:
-            images.append(stored)
     return Store(
         home=home,
         has_program="program" in answer,
-        images=tuple(images),
+        images=tuple(_parse_images(descriptions)),
         code=tuple(filter(_DIGEST.fullmatch, answer.get("code", ()))),
         # The names of data folders have the same form as those of images.
         data=tuple(filter(IMAGE_NAME.fullmatch, answer.get("data", ()))),
@@ -400,6 +393,21 @@ def first_value(answer: Answer, key: str) -> str:
     if key not in answer:
         return ""
     return answer[key][0]
+
+
+def _parse_images(descriptions: Mapping[str, bytes]) -> Iterator[RemoteImage]:
+    """Yield the images in the store, without those whose description is damaged.
+
+    Parameters
+    ----------
+    descriptions : the content of `IMAGE_JSON` by the name of the image's folder.
+    """
+    for folder_name, description in descriptions.items():
+        stored = _parse_description(description)
+        # The name is made of the digests in the description. A folder with another name may have been copied
+        # or edited by hand, so it is left out.
+        if stored is not None and stored.name == folder_name:
+            yield stored
 
 
 def home_error(home: str, owner: str, remote: Remote) -> UsageError | None:

@@ -312,12 +312,22 @@ def _send_and_publish(
             # If not even the first connection succeeded, the address is probably wrong, and further attempts
             # would not help.
             if most_arrived_bytes < 0 or failures >= ATTEMPTS:
-                hint = str(error.hint)
-                if most_arrived_bytes > 0:
-                    hint += "; the same command resumes the transfer"
-                raise Cut(error.what, where=error.where, hint=hint) from error
+                raise _final_error(error, can_resume=most_arrived_bytes > 0) from error
             report.note(f"the connection was lost, and imgkit connects again: {error.what}")
         time.sleep(failures - 1)  # no pause after the first failure
+
+
+def _final_error(last_error: Cut, *, can_resume: bool) -> Cut:
+    """Return the error after the last attempt to send files.
+
+    Parameters
+    ----------
+    can_resume : whether a part of the files has arrived, from which the same command goes on later.
+    """
+    hint = str(last_error.hint)
+    if can_resume:
+        hint += "; the same command resumes the transfer"
+    return Cut(last_error.what, where=last_error.where, hint=hint)
 
 
 def _send_rest(
@@ -412,14 +422,8 @@ def _prepare_incoming(
     if answer is None:
         raise unreadable_answer(connection.remote.name, output)
     free = free_bytes(answer["df_row"].decode(errors="replace"))
-    # rsync writes a new file beside the partial one. So the bytes that have already arrived do not reduce the
-    # space that is needed. For files that may become hard links, the needed space is unknown.
-    if free is not None and free < source.size_bytes and not source.may_be_linked:
-        raise CheckFailed(
-            f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
-            where=values["home"],
-            hint=_space_hint(connection),
-        )
+    if free is not None:
+        _refuse_too_large(source, free, connection, home=values["home"])
     # The count can exceed the size of the content: du counts whole disk blocks, and `_JOIN` may have appended
     # the basis.
     arrived_bytes = min(int(answer["arrived_bytes"]), source.size_bytes)
@@ -435,6 +439,23 @@ def _space_hint(connection: Connection) -> str:
     name = connection.remote.name
     replace_command = f"imgkit remote add {name} {connection.remote.address}:/PATH --replace"
     return f"what no job uses: imgkit remote gc {name} --delete; or another folder: {replace_command}"
+
+
+def _refuse_too_large(source: Source, free: int, connection: Connection, *, home: str) -> None:
+    """Raise CheckFailed if the remote has less free space than the files of `source` need.
+
+    Parameters
+    ----------
+    free : number of free bytes on the file system of `home`, which is imgkit's folder on the remote.
+    """
+    # rsync writes a new file beside the partial one. So the bytes that have already arrived do not reduce the
+    # space that is needed. For files that may become hard links, the needed space is unknown.
+    if free < source.size_bytes and not source.may_be_linked:
+        raise CheckFailed(
+            f"{size_text(source.size_bytes)} to send to {connection.remote.name}, but {size_text(free)} free",
+            where=home,
+            hint=_space_hint(connection),
+        )
 
 
 def _send_files(

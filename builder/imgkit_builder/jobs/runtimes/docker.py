@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from imgkit_builder.jobs import quoting
@@ -91,10 +91,7 @@ class Docker(Runtime):
         if memory and job.system in _WITHOUT_SCHEDULER:  # elsewhere, the scheduler limits the memory
             options.append(f"--memory={size_text(memory.node_MiB).lower()}")
         if job.system == "slurm":  # only Podman is allowed there, and not Docker
-            names = {option.partition("=")[0] for option in options}
-            for option in _PODMAN_OPTIONS:
-                if option.partition("=")[0] not in names:
-                    options.append(option)
+            options += _missing_podman_options(options)
         # The option is searched as text, because it can be written in several forms.
         elif "nofile" not in " ".join((*options, *job.request.allocation.options)):
             options.append(_OPEN_FILES)
@@ -158,3 +155,9 @@ class Docker(Runtime):
         """Return the shell command that prints the id of the image on the node, and the expected id."""
         program = shlex.quote(self.program(job.recipe))
         return f"{program} image inspect --format '{{{{.Id}}}}' \"$image\"", digest
+
+
+def _missing_podman_options(options: Iterable[str]) -> list[str]:
+    """Return those of `_PODMAN_OPTIONS` that `options` does not set. Their values may differ."""
+    names = {option.partition("=")[0] for option in options}
+    return [option for option in _PODMAN_OPTIONS if option.partition("=")[0] not in names]

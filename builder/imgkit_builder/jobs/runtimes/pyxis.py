@@ -262,20 +262,12 @@ class Pyxis(Runtime):
             )
         program = programs[0]  # `_STARTERS` lists the preferred program first
         # The options in the recipe are for pyxis, so the usual options of Singularity are used here.
-        singularity = Singularity()
-        singularity_argv = singularity.argv(job, probe)
-        if program != "enroot":
-            # The first argument is the program of Singularity, which is replaced by the one on PATH.
-            return (program, *singularity_argv[1:])
-        mounts = []
-        for mount in with_targets(singularity.mounts(job)):
-            source, target = mount.split(":")[:2]
-            # x-create=auto lets enroot create the mount point in the container.
-            mounts.append(f"{source}:{target}:x-create=auto,bind")
-        # Without this value, enroot's hook for GPUs would end the container on a machine without GPUs.
-        options = ("--env", "NVIDIA_VISIBLE_DEVICES=void", *quoting.repeat_option("--mount", mounts))
-        image_index = singularity_argv.index(job.container.image)  # the probe follows the image
-        return (program, "start", *options, *singularity_argv[image_index:])
+        singularity_argv = Singularity().argv(job, probe)
+        if program == "enroot":
+            image_index = singularity_argv.index(job.container.image)  # the probe follows the image
+            return ("enroot", "start", *_enroot_options(job), *singularity_argv[image_index:])
+        # The first argument is the program of Singularity, which is replaced by the one on PATH.
+        return (program, *singularity_argv[1:])
 
     def probe_program(self, job: Job) -> str:
         """Return an empty text, because `probe_argv` itself looks for a program on PATH."""
@@ -340,3 +332,14 @@ def _read_compression(path: Path) -> str:
     if superblock is None:
         return ""
     return superblock.compressor
+
+
+def _enroot_options(job: Job) -> tuple[str, ...]:
+    """Return the options of ``enroot start`` with the mounts that Singularity would get for the job."""
+    mounts = []
+    for mount in with_targets(Singularity().mounts(job)):
+        source, target = mount.split(":")[:2]
+        # x-create=auto lets enroot create the mount point in the container.
+        mounts.append(f"{source}:{target}:x-create=auto,bind")
+    # Without this value, enroot's hook for GPUs would end the container on a machine without GPUs.
+    return ("--env", "NVIDIA_VISIBLE_DEVICES=void", *quoting.repeat_option("--mount", mounts))

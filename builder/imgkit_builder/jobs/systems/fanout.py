@@ -21,7 +21,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -265,10 +265,7 @@ def _wait_for_hosts(
     # A host whose connection is cut never ends by itself, so the wait after a second signal is limited.
     while running and time.monotonic() < give_up_s:
         time.sleep(POLL_S)
-        for host in tuple(running):
-            code = host.exit_code()
-            if code is None:
-                continue
+        for host, code in _list_ended_hosts(running):
             running.remove(host)
             if code and not signals:  # after a signal, the hosts end because they are asked to
                 say(_failure_message(host, code))
@@ -294,6 +291,16 @@ def _wait_for_hosts(
     if first_code == 0 and signals:
         return 128 + signals[0]
     return first_code
+
+
+def _list_ended_hosts(running: Iterable[_Host]) -> list[tuple[_Host, int]]:
+    """Return the hosts of `running` whose command has ended by now, each with the exit code of its ssh."""
+    ended = []
+    for host in running:
+        code = host.exit_code()
+        if code is not None:
+            ended.append((host, code))
+    return ended
 
 
 def _failure_message(host: _Host, code: int) -> str:
@@ -329,12 +336,16 @@ def _end_hosts_at_exit() -> Iterator[list[_Host]]:
         _force_to_end(hosts)  # all of them first, so that they end at the same time
         end_s = time.monotonic() + END_S
         for host in hosts:
-            # One limit for all hosts together.
-            remaining_s = max(0.0, end_s - time.monotonic())
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                host.process.wait(remaining_s)
-            host.process.kill()  # has no effect if ssh has already ended
-            host.process.wait()
+            _wait_and_kill(host, end_s)  # one limit for all hosts together
+
+
+def _wait_and_kill(host: _Host, end_s: float) -> None:
+    """Wait until the ssh for `host` has ended. Kill it at `end_s`, a time of the monotonic clock."""
+    remaining_s = max(0.0, end_s - time.monotonic())
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        host.process.wait(remaining_s)
+    host.process.kill()  # has no effect if ssh has already ended
+    host.process.wait()
 
 
 @contextlib.contextmanager

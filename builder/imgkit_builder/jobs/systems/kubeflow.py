@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from imgkit_builder.jobs.job import Argv, Job, Script
 from imgkit_builder.jobs.submitted import JobState, JobStatus, QueuedJob
@@ -286,19 +286,7 @@ def _trainjob_document(job: Job) -> dict[str, Any]:
             where="--format",
             hint=f"--format pytorchjob, or --nodes {size.training}",
         )
-    # "command" replaces the command of the runtime, for example torchrun, which "args" would keep. A trainer
-    # has no field for the working directory, so the program env changes to it.
-    command = list(pods.pod_command(job))
-    folder = pods.pod_workdir(job)
-    if folder:
-        command = ["env", f"--chdir={folder}", *command]
-    trainer = {
-        "image": job.container.image,
-        "command": command,
-        "numNodes": job.allocation.nodes,
-        "env": _pod_variables(job),
-        "resourcesPerNode": _pod_resources(job),
-    }
+    trainer = _trainer(job)
     # Kubeflow Trainer has the field runtimePatches from version 2.2 on. In earlier versions, the fields for
     # this purpose have other names.
     node = {"name": "node", "template": {"spec": {"template": _pod_template(job, {"name": "node"})}}}
@@ -306,6 +294,23 @@ def _trainjob_document(job: Job) -> dict[str, Any]:
     patch = {"manager": "imgkit/job", "trainingRuntimeSpec": job_set}
     spec = {"runtimeRef": {"name": RUNTIME}, "trainer": trainer, "runtimePatches": [patch]}
     return _kubernetes_document(job, "trainer.kubeflow.org/v1alpha1", "TrainJob", spec)
+
+
+def _trainer(job: Job) -> dict[str, Any]:
+    """Return the field ``trainer`` of a TrainJob: the image, command, size and variables of the job."""
+    # "command" replaces the command of the runtime, for example torchrun, which "args" would keep. A trainer
+    # has no field for the working directory, so the program env changes to it.
+    command = list(pods.pod_command(job))
+    folder = pods.pod_workdir(job)
+    if folder:
+        command = ["env", f"--chdir={folder}", *command]
+    return {
+        "image": job.container.image,
+        "command": command,
+        "numNodes": job.allocation.nodes,
+        "env": _pod_variables(job),
+        "resourcesPerNode": _pod_resources(job),
+    }
 
 
 def _kubernetes_document(job: Job, version: str, kind: str, spec: Mapping[str, Any]) -> dict[str, Any]:
@@ -327,25 +332,8 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
     spec : further fields of the pod.
     """
     client_options = _parse_client_options(job)
-    mounts: list[dict[str, Any]] = []
-    volumes: list[dict[str, Any]] = []
-    if client_options.large_shm:
-        # Data workers pass tensors through shared memory, which has only 64 MiB in a container by default.
-        mounts.append({"name": "shm", "mountPath": "/dev/shm"})  # noqa: S108
-        volumes.append({"name": "shm", "emptyDir": {"medium": "Memory"}})
-    if job.makes_secret:
-        mounts.append({"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True})
-        # The secret by which the nodes of the run recognize each other comes from the user's Secret.
-        source = {
-            "secretName": pods.SECRET_NAME,
-            "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
-            "optional": not job.request.launch.require_secret,
-        }
-        volumes.append({"name": "secret", "secret": source})
-    for index, claim in enumerate(pods.volume_claims(job)):
-        name = f"volume{index}"
-        mounts.append({"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None})
-        volumes.append({"name": name, "persistentVolumeClaim": {"claimName": claim.name}})
+    volumes = list(_pod_volumes(job, large_shm=client_options.large_shm))
+    mounts = [volume.mount for volume in volumes]
     # A container without mounts would be an empty patch of a TrainJob.
     containers = []
     has_only_name = len(container) == 1  # "name" is its only key
@@ -357,9 +345,48 @@ def _pod_template(job: Job, container: Mapping[str, Any], **spec: Any) -> dict[s
             **spec,
             "securityContext": _security_context(job),
             "containers": containers,
-            "volumes": volumes,
+            "volumes": [volume.definition for volume in volumes],
         },
     }
+
+
+class _PodVolume(NamedTuple):
+    """A volume of a pod, and how the container mounts it. Both parts have the same ``name``."""
+
+    definition: dict[str, Any]
+    mount: dict[str, Any]
+
+
+def _pod_volumes(job: Job, *, large_shm: bool) -> Iterator[_PodVolume]:
+    """Yield the volumes of a pod: shared memory, the secret of the run, and the volumes of ``--pvc``.
+
+    Parameters
+    ----------
+    large_shm : whether the container gets shared memory without the default limit.
+    """
+    if large_shm:
+        # Data workers pass tensors through shared memory, which has only 64 MiB in a container by default.
+        yield _PodVolume(
+            definition={"name": "shm", "emptyDir": {"medium": "Memory"}},
+            mount={"name": "shm", "mountPath": "/dev/shm"},  # noqa: S108
+        )
+    if job.makes_secret:
+        # The secret by which the nodes of the run recognize each other comes from the user's Secret.
+        source = {
+            "secretName": pods.SECRET_NAME,
+            "items": [{"key": MOUNTED.name, "path": MOUNTED.name}],
+            "optional": not job.request.launch.require_secret,
+        }
+        yield _PodVolume(
+            definition={"name": "secret", "secret": source},
+            mount={"name": "secret", "mountPath": str(MOUNTED.parent), "readOnly": True},
+        )
+    for index, claim in enumerate(pods.volume_claims(job)):
+        name = f"volume{index}"
+        yield _PodVolume(
+            definition={"name": name, "persistentVolumeClaim": {"claimName": claim.name}},
+            mount={"name": name, "mountPath": str(claim.path), "readOnly": claim.read_only or None},
+        )
 
 
 def _security_context(job: Job) -> dict[str, Any]:

@@ -109,15 +109,14 @@ class Pbs(System):
         """
         if job.is_interactive:
             return _interactive_script(job)
-        # Without PALS, the script starts the command on the other hosts one by one, by pbsdsh or ssh.
-        starter_per_host = ""  # "" if PALS starts all of them, or if there is only one node
+        starter_per_host = ""  # "" if PALS starts the command on all hosts, or if there is only one node
         start_on_host = ""
         has_peers = job.allocation.nodes > 1
         pbs_start = job.flags(PbsFlags).pbs_start
-        if has_peers and pbs_start != "pals":
+        uses_pals = has_peers and pbs_start == "pals"
+        if has_peers and not uses_pals:  # pbsdsh or ssh starts the command on the other hosts one by one
             starter_per_host = pbs_start
             start_on_host = command_line(_remote_command(pbs_start))
-        uses_pals = has_peers and pbs_start == "pals"
         # With this protocol of the cxi provider, PALS needs a further option. The template explains it.
         protocol = job.recipe.system.env.get("FI_CXI_RDZV_PROTO")
         needs_network_option = uses_pals and protocol == "alt_read"
@@ -374,18 +373,22 @@ def _interactive_script(job: Job) -> Script:
             hint="leave --interactive out: imgkit run starts it on all nodes; or leave the command out",
         )
     argv = ("qsub", "-I", *_resource_options(job))
+    lines = [
+        "# In the shell that it gives, on one of the nodes:",
+        *(f"#   {line}" for line in _shell_start_lines(job)),
+        "# On all nodes: imgkit run --on here --dry-run ... > job.sh, no --interactive; then: bash job.sh",
+        command_line(argv),
+    ]
+    return Script(text="\n".join(lines) + "\n", submit=argv, foreground=True)
+
+
+def _shell_start_lines(job: Job) -> list[str]:
+    """Return the lines that the user types on a node of an interactive job, up to the container's shell."""
     runtime = runtime_of(job)
-    typed_lines = [
+    return [
         f"cd {shlex.quote(str(job.directory))}",
         *(f"module load {name}" for name in runtime.modules(job)),
         *runtime.exports(job),
         *run_folder_lines(job, "$PBS_JOBID").splitlines(),
         *command_line(with_folder_check(job, runtime.shell(job))).split("\n"),
     ]
-    lines = [
-        "# In the shell that it gives, on one of the nodes:",
-        *(f"#   {line}" for line in typed_lines),
-        "# On all nodes: imgkit run --on here --dry-run ... > job.sh, no --interactive; then: bash job.sh",
-        command_line(argv),
-    ]
-    return Script(text="\n".join(lines) + "\n", submit=argv, foreground=True)
