@@ -150,7 +150,6 @@ class NodeAgent:
         CheckFailed : the preflight found more outliers (slow or broken nodes) than the run can do without.
         """
         stop_dir = self.config.command.env.get("IMGKIT_STOP_DIR", "")
-        exit_code = EXIT_NO  # 1: the result file contains it if an unexpected error ends the run
         # Attempts add the folders that they make, such as Ray's, to `folders`. They are removed at the end of
         # this block.
         with (
@@ -159,18 +158,27 @@ class NodeAgent:
             ExitStack() as folders,
         ):
             self._files.prepare(self.config.plan_text)
-            try:
-                # Every node looks for the stop file. If only the head refused, the others would wait for it
-                # in the roll call.
-                if self._run_folder:
-                    self._run_folder.refuse_if_stopped()
-                exit_code = self._run_states(stop_folder, folders)
-            except ImgkitError as error:
-                exit_code = error.exit_code
-                raise
-            finally:
-                # The job script takes this file as the end of the run, so it is written last.
-                self._files.write_result(exit_code)
+            return self._run_with_result(stop_folder, folders)
+
+    def _run_with_result(self, stop_folder: Path, folders: ExitStack) -> int:
+        """Run the command, write the exit code into the result file, and return the exit code.
+
+        The file is also written if an error ends the run. For example, UsageError is raised if a person's
+        stop file forbids the run to start.
+        """
+        exit_code = EXIT_NO  # 1: the result file contains it if an unexpected error ends the run
+        try:
+            # Every node looks for the stop file. If only the head refused, the others would wait for it in
+            # the roll call.
+            if self._run_folder:
+                self._run_folder.refuse_if_stopped()
+            exit_code = self._run_states(stop_folder, folders)
+        except ImgkitError as error:
+            exit_code = error.exit_code
+            raise
+        finally:
+            # The job script takes this file as the end of the run, so it is written last.
+            self._files.write_result(exit_code)
         return exit_code
 
     def _run_states(self, stop_folder: Path, folders: ExitStack) -> int:
@@ -252,8 +260,30 @@ class NodeAgent:
     def _meet_nodes(self, stop_folder: Path, folders: ExitStack) -> State:
         """Meet the agents of all nodes in the roll call, and return the next state.
 
+        The next state is the preflight if the user requested it, otherwise the first attempt.
+        """
+        session = self._hold_roll_call()
+        guard.adopt_orphans()  # if a guard is killed, its processes become children of this one
+        self._context = NodeContext(
+            config=self.config,
+            session=session,
+            env=self._make_command_env(stop_folder),
+            open_files=self._open_files,
+            stop_folder=stop_folder,
+            log_folder=self._log_folder(),
+            folders=folders,
+        )
+        if isinstance(session, HeadSession):
+            self._head_decisions = self._prepare_attempts(session)
+        if self.config.preflight:
+            return self._run_preflight
+        return self._begin_attempts()
+
+    def _hold_roll_call(self) -> Session:
+        """Hold the roll call, and return the connections to the other nodes.
+
         In the roll call, every node connects to the head (the node with rank 0) and reports facts about
-        itself. The next state is the preflight if the user requested it, otherwise the first attempt.
+        itself. Also record how long the container, this node agent and the roll call took (start_up.py).
         """
         config = self.config
         self._start_up.record("container", process_start_s())
@@ -269,21 +299,7 @@ class NodeAgent:
         )
         self._start_up.record("roll_call")
         session.lost_after_s = config.timeouts.lost_after_s
-        guard.adopt_orphans()  # if a guard is killed, its processes become children of this one
-        self._context = NodeContext(
-            config=config,
-            session=session,
-            env=self._make_command_env(stop_folder),
-            open_files=self._open_files,
-            stop_folder=stop_folder,
-            log_folder=self._log_folder(),
-            folders=folders,
-        )
-        if isinstance(session, HeadSession):
-            self._head_decisions = self._prepare_attempts(session)
-        if config.preflight:
-            return self._run_preflight
-        return self._begin_attempts()
+        return session
 
     def _prepare_attempts(self, session: HeadSession) -> Attempts:
         """Print the warnings of the roll call, and return the object that decides about attempts.
@@ -408,17 +424,29 @@ class NodeAgent:
         or the other nodes take too long to stop.
         """
         orders = self._head_orders
-        report_at = math.inf  # time of the message that the head's command still runs
-        if self._has_ended_first():
-            report_at = time.monotonic() + ALONE_S
         self._waiting_deadline = Deadline()  # no time limit, unless a stop was requested
         if self.stop:
             self._limit_waiting()
         self._handle_events()  # this stores orders of the head in `orders`, and may set `stop`
+        if not self._wait_for_order() or orders.is_head_lost:
+            return None
+        order = orders.next_attempt
+        orders.next_attempt = None  # each order is carried out only once
+        return order
+
+    def _wait_for_order(self) -> bool:
+        """Wait until the head has ordered an attempt. Return False if this node should no longer wait.
+
+        With ``--per-node``, print once if the head's command goes on for long after that of this node.
+        """
+        orders = self._head_orders
+        report_at = math.inf  # time of the message that the head's command still runs
+        if self._has_ended_first():
+            report_at = time.monotonic() + ALONE_S
         while orders.next_attempt is None:
             is_run_over = orders.run_code is not None or orders.is_head_lost
             if is_run_over or self._stop_signals.is_repeated:
-                return None
+                return False
             self._wait(self._stop_signals)
             self._handle_events()
             if time.monotonic() >= report_at:
@@ -428,12 +456,8 @@ class NodeAgent:
             # A lost head was reported already.
             if self._waiting_deadline.is_due() and not orders.is_head_lost:
                 self.log("the other nodes are not done; leaving without them")
-                return None
-        if orders.is_head_lost:
-            return None
-        order = orders.next_attempt
-        orders.next_attempt = None  # each order is carried out only once
-        return order
+                return False
+        return True
 
     def _has_ended_first(self) -> bool:
         """Return whether this node's command has succeeded before the head's command.

@@ -214,13 +214,9 @@ class Attempts:
         Spares are left out, since they have no rank in the attempt. A node that reported success and was lost
         afterwards counts as a success.
         """
-        codes: dict[int, int] = {}
-        failed: dict[int, int] = {}
-        for node_number, report in self._session.reports.items():  # in the order in which they arrived
-            if node_number in self._ranks:
-                codes[node_number] = report.code
-                if report.code not in SUCCESS_CODES:
-                    failed[node_number] = report.code
+        reports = self._session.reports  # in the order of their arrival, which `codes` and `failed` keep
+        codes = {number: report.code for number, report in reports.items() if number in self._ranks}
+        failed = {number: code for number, code in codes.items() if code not in SUCCESS_CODES}
         lost = self._session.lost.keys() & self._ranks.keys()
         succeeded = codes.keys() - failed.keys()
         return _AttemptResults(codes=codes, failed=failed, lost=lost - succeeded)
@@ -459,11 +455,8 @@ class StartWatch:
         `phase` is either torchrun's rendezvous, in which the nodes meet, or the connection of the ranks after
         it.
         """
-        waiting = []
-        for node_number, node_phase in self._session.phases.items():
-            if node_phase == phase:
-                waiting.append(self._session.node_name(node_number))
-        names = join_names(waiting, MAX_NAMED)
+        waiting = [number for number, node_phase in self._session.phases.items() if node_phase == phase]
+        names = join_names([self._session.node_name(number) for number in waiting], MAX_NAMED)
         if phase == RENDEZVOUS:
             problem = (
                 f"torchrun's rendezvous did not complete within {self._limit_s:g} s (--rollcall-timeout); "

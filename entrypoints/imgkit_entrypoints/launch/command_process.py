@@ -73,22 +73,10 @@ class CommandProcess:
         control, self._control = os.pipe()
         self._status, status = os.pipe()
         os.set_blocking(self._status, False)
-        # The guard only uses the standard library. -I and -S make it start faster, and ignore the user's
-        # modules.
-        python = (sys.executable or "python3", "-I", "-S", guard.__file__)
-        # All processes below this one inherit the mask of blocked signals. Afterwards, this process restores
-        # its own.
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        guard_args = [str(control), str(status), str(open_files), kind, *argv]
         try:
-            self._process = subprocess.Popen(
-                [*python, str(control), str(status), str(open_files), kind, *argv],
-                env=dict(env),
-                stderr=subprocess.PIPE,
-                pass_fds=(control, status, *inherited),
-                start_new_session=True,  # a signal to the group of this process must not reach the guard
-            )
+            self._process = _start_guard(guard_args, env, (control, status, *inherited))
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             os.close(control)
             os.close(status)
         assert self._process.stderr is not None  # noqa: S101 - it is a pipe
@@ -187,6 +175,30 @@ class CommandProcess:
                 "the run ends when its command returns: a command that starts daemons has to stay in "
                 "the foreground (ray start --block)"
             )
+
+
+def _start_guard(
+    guard_args: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int]
+) -> subprocess.Popen[bytes]:
+    """Start the guard with the stop signals blocked, and return its process, whose standard error is a pipe.
+
+    `guard_args` ends with the argv of the command. The guard inherits `descriptors` under the same numbers.
+    """
+    # The guard only uses the standard library. -I and -S make it start faster, and ignore the user's modules.
+    python = (sys.executable or "python3", "-I", "-S", guard.__file__)
+    # All processes below this one inherit the mask of blocked signals. Afterwards, this process restores its
+    # own.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return subprocess.Popen(
+            [*python, *guard_args],
+            env=dict(env),
+            stderr=subprocess.PIPE,
+            pass_fds=descriptors,
+            start_new_session=True,  # a signal to the group of this process must not reach the guard
+        )
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 # A line without any text. Such a line follows each C++ stack.

@@ -21,7 +21,7 @@ import shutil
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -177,16 +177,7 @@ class CompileCache:
         ValueError : the cache is too large, belongs to another image, or contains a path outside of its
             folders.
         """
-        # A file of another kind is an error, but a damaged cache is only skipped. zipfile, which reads the
-        # list of members at the end of the file, cannot tell them apart. So the name of the first member is
-        # checked before.
-        start = stream.read(_NAME_OFFSET + len(HEADER))
-        if start[_NAME_OFFSET:] != HEADER.encode():
-            raise UsageError(
-                "this file exists, and is no packed cache of compiled code",
-                where=f"--compile-cache {self.packed_file}",
-                hint="name another file, or remove this one",
-            )
+        self._refuse_other_file(stream)
         with zipfile.ZipFile(stream) as archive:  # noqa: TID251 - a stream
             # The first member is the header, whose content is the key of the image.
             header, *members = archive.infolist()
@@ -205,6 +196,20 @@ class CompileCache:
                     shutil.copyfileobj(source, output)
         return [member.filename for member in members]
 
+    def _refuse_other_file(self, stream: BinaryIO) -> None:
+        """Raise UsageError if `stream`, which is `packed_file`, is not a packed cache.
+
+        A file of another kind is an error, but a damaged cache is only skipped. zipfile, which reads the list
+        of members at the end of the file, cannot tell them apart. So the name of the first member is checked.
+        """
+        start = stream.read(_NAME_OFFSET + len(HEADER))
+        if start[_NAME_OFFSET:] != HEADER.encode():
+            raise UsageError(
+                "this file exists, and is no packed cache of compiled code",
+                where=f"--compile-cache {self.packed_file}",
+                hint="name another file, or remove this one",
+            )
+
     def pack(self) -> str:
         """Write the packed cache if this node's folder contains files that are missing in it.
 
@@ -216,20 +221,24 @@ class CompileCache:
         if self.packed_file is None or self._unpacked_names.issuperset(names):
             return ""
         try:
-            self.packed_file.parent.mkdir(parents=True, exist_ok=True)
-            with (
-                files.replace_file(self.packed_file, mode=0o600) as stream,
-                zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,  # noqa: TID251 - a stream
-            ):
-                # In a zip file, the name of the first member is at a fixed offset. There, `_extract_files`
-                # recognizes a packed cache.
-                archive.writestr(zipfile.ZipInfo(HEADER), self.key)
-                for name in names:
-                    with contextlib.suppress(FileNotFoundError):  # a temporary file that a worker has removed
-                        archive.write(self.folder / name, name)
+            self._write_packed_file(self.packed_file, names)
         except OSError as error:
             return f"warning: {self.packed_file}: {error.strerror}; the next start compiles again"
         return f"packed {len(names)} files of compiled code into {self.packed_file}"
+
+    def _write_packed_file(self, packed_file: Path, names: Sequence[str]) -> None:
+        """Write the files `names` of this node's folder into the zip file `packed_file`."""
+        packed_file.parent.mkdir(parents=True, exist_ok=True)
+        with (
+            files.replace_file(packed_file, mode=0o600) as stream,
+            zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,  # noqa: TID251 - a stream
+        ):
+            # In a zip file, the name of the first member is at a fixed offset. There, `_refuse_other_file`
+            # recognizes a packed cache.
+            archive.writestr(zipfile.ZipInfo(HEADER), self.key)
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):  # a temporary file that a worker has removed
+                    archive.write(self.folder / name, name)
 
     def _list_files(self) -> list[str]:
         """Return the sorted names of the compiled files in the folder, such as ``triton/ab/kernel.so``.

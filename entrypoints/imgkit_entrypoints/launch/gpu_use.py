@@ -90,16 +90,14 @@ class GpuMonitor:
         output = self._output.read() or b""  # None: there is no new output
         # The text after the last line end is an incomplete line. It is completed in a later call.
         *lines, self._partial_line = (self._partial_line + output).split(b"\n")
-        old_readings = self._reading_count
-        for line in lines:
-            match = _READING.fullmatch(line)
-            if match is None:
-                continue
-            self._reading_count += 1
-            self._percent_sum += int(match["percent"])
-            self._peak_MiB = max(self._peak_MiB, int(match["memory_MiB"]))
-        if self._reading_count == old_readings:
+        matches = [_READING.fullmatch(line) for line in lines]
+        readings = [match for match in matches if match is not None]  # other lines are ignored
+        if not readings:
             return None
+        for reading in readings:
+            self._reading_count += 1
+            self._percent_sum += int(reading["percent"])
+            self._peak_MiB = max(self._peak_MiB, int(reading["memory_MiB"]))
         return GpuUse(
             readings=self._reading_count,
             gpu_percent=self._percent_sum / self._reading_count,

@@ -168,26 +168,37 @@ def main(control: int, status: int, open_files: int, kind: str, command: list[st
         _report(status, f"failed {error.strerror}")
         return
     _report(status, f"started {child}" if can_adopt else f"started {child} alone")
-    agent = _AgentCommands(control)
+    has_ended = _supervise(child, _AgentCommands(control), child_ended, status)
+    # The last report names the processes that the command has left running, such as a daemon.
+    remaining = sorted(set(descendants().values()))
+    stuck = end_all()
+    if not has_ended:
+        _report(status, f"exit {-signal.SIGKILL}")
+    _report(status, f"stuck {' '.join(stuck)}" if stuck else f"clean {' '.join(remaining)}")
+
+
+def _supervise(child: int, agent: _AgentCommands, child_ended: int, status: int) -> bool:
+    """Follow the node agent's commands until the process `child` has ended, and report its exit code.
+
+    Then give the processes that it has left time to end, and return True. Return False as soon as the node
+    agent wants everything to be killed while the child is running. The descriptor `child_ended` becomes
+    readable when a child ends, and `status` is that of the pipe for reports to the node agent.
+    """
     terminated: set[int] = set()
     codes: dict[int, int] = {}
-    while not agent.wants_kill and reap_into(codes) and child not in codes:
+    while reap_into(codes) and child not in codes:
         for child_signal in agent.wait_for_commands(1.0, wakeup=child_ended):
             # Nobody has read the child's exit code yet, so its id cannot belong to another process.
             os.kill(child, child_signal)
         if agent.wants_end and not terminated:
             terminated = _terminate_all()
-    if not agent.wants_kill:
-        _report(status, f"exit {codes[child]}")
-        if agent.wants_end:
-            _terminate_all(terminated)  # processes that were started around the time of the first TERM
-        _wait_for_remaining(agent, codes[child])
-    # The last report names the processes that the command has left running, such as a daemon.
-    remaining = sorted(set(descendants().values()))
-    stuck = end_all()
-    if child not in codes:
-        _report(status, f"exit {-signal.SIGKILL}")
-    _report(status, f"stuck {' '.join(stuck)}" if stuck else f"clean {' '.join(remaining)}")
+        if agent.wants_kill:
+            return False
+    _report(status, f"exit {codes[child]}")
+    if agent.wants_end:
+        _terminate_all(terminated)  # processes that were started around the time of the first TERM
+    _wait_for_remaining(agent, codes[child])
+    return True
 
 
 def _start_command(command: list[str], kind: str) -> int:

@@ -140,27 +140,35 @@ def clean_environment(
     removed = [*_count_by_prefix(mpi_names), *changes]
     if limits_core:
         removed.append("core dumps")
-    change_texts = []
-    if removed:
-        change_texts.append(f"without {', '.join(removed)} of the host")
-    tmpdir = host_env.get("TMPDIR", "")
-    if len(tmpdir) > MAX_TMPDIR:
-        changes["TMPDIR"] = _make_short_tmpdir(tmpdir)
-        change_texts.append(f"with TMPDIR={changes['TMPDIR']} for a path of {len(tmpdir)} characters")
-    else:
-        tmpdir = ""
-    summary = ""
-    if change_texts:
-        summary = f"workers start {' and '.join(change_texts)} (to keep one: --keep-env NAME)"
+    long_tmpdir = short_tmpdir = ""
+    if len(host_env.get("TMPDIR", "")) > MAX_TMPDIR:
+        long_tmpdir = host_env["TMPDIR"]
+        short_tmpdir = changes["TMPDIR"] = _make_short_tmpdir(long_tmpdir)
     # An empty new value means that the variable is removed.
     empty_names = [name for name, value in changes.items() if not value]
     return CleanEnvironment(
         env={name: value for name, value in changes.items() if value},
         unset=(*mpi_names, *empty_names),
-        text=summary,
+        text=_describe_changes(removed, long_tmpdir, short_tmpdir),
         limits_core=limits_core,
-        tmpdir=tmpdir,
+        tmpdir=long_tmpdir,
     )
+
+
+def _describe_changes(removed: Sequence[str], long_tmpdir: str, short_tmpdir: str) -> str:
+    """Return one line about the changes, or "" if there are none.
+
+    `removed` names what the workers no longer get, such as ``PMIX_* (12)`` and ``core dumps``. Both paths are
+    "" if TMPDIR stays as it is.
+    """
+    changes = []
+    if removed:
+        changes.append(f"without {', '.join(removed)} of the host")
+    if short_tmpdir:
+        changes.append(f"with TMPDIR={short_tmpdir} for a path of {len(long_tmpdir)} characters")
+    if not changes:
+        return ""
+    return f"workers start {' and '.join(changes)} (to keep one: --keep-env NAME)"
 
 
 def _select_host_variables(

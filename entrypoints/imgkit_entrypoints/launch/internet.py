@@ -99,35 +99,63 @@ def offline_settings(
     can_connect : returns whether this node can connect to the service at a URL.
     is_shared : returns whether a folder is on a file system that several nodes mount.
     """
-    variables: dict[str, str] = {}
-    notes = []
     # With a proxy, no connection is tried, and all services are assumed to be reachable.
     has_proxy = any(env.get(name) for name in _PROXIES)
+
+    def can_reach(url: str) -> bool:
+        return has_proxy or can_connect(url)
+
+    variables: dict[str, str] = {}
+    notes = []
     if HUB.is_used(env, has_package):
-        url = HUB.url(env)
-        home = env.get("HOME", "")
-        has_own_cache = any(env.get(name) for name in _HUB_CACHES)
-        if not has_proxy and not can_connect(url):
-            notes.append(
-                f"this node cannot reach {url}: let imgkit run send what the program loads, "
-                'data = ["hf://NAME"] in imgkit.toml; or fill HF_HOME on a login node, with HF_HUB_OFFLINE=1'
-            )
-        elif home and not has_own_cache and is_shared(home):
-            notes.append(
-                f"models are saved in {home}/.cache/huggingface, where your home's quota counts; for another "
-                "folder: --env HF_HOME=/FOLDER"
-            )
+        hub_note = _describe_hub_problem(env, can_reach, is_shared)
+        if hub_note:
+            notes.append(hub_note)
     if WANDB.is_used(env, has_package):
-        url = WANDB.url(env)
-        run_folder = env.get("IMGKIT_RUN_DIR")
-        # By default, wandb writes into the job's folder, or into /tmp of the node if that folder cannot be
-        # written.
-        if run_folder and not env.get("WANDB_DIR"):
-            variables["WANDB_DIR"] = run_folder
-        if not has_proxy and not env.get("WANDB_MODE") and not can_connect(url):
-            variables["WANDB_MODE"] = "offline"
+        variables = _choose_wandb_variables(env, can_reach)
+        if "WANDB_MODE" in variables:
+            url = WANDB.url(env)
             notes.append(f"this node cannot reach {url}: WANDB_MODE=offline; later: wandb sync")
     return OfflineSettings(env=variables, notes=tuple(notes))
+
+
+def _describe_hub_problem(
+    env: Mapping[str, str], can_reach: Callable[[str], bool], is_shared: Callable[[str], bool]
+) -> str:
+    """Return a note about the Hugging Face hub for a program that calls it, or "" if there is no problem.
+
+    The hub may be out of reach, or its files may fill a home directory that nodes share.
+    """
+    url = HUB.url(env)
+    if not can_reach(url):
+        return (
+            f"this node cannot reach {url}: let imgkit run send what the program loads, "
+            'data = ["hf://NAME"] in imgkit.toml; or fill HF_HOME on a login node, with HF_HUB_OFFLINE=1'
+        )
+    home = env.get("HOME", "")
+    has_own_cache = any(env.get(name) for name in _HUB_CACHES)
+    if not home or has_own_cache or not is_shared(home):
+        return ""
+    return (
+        f"models are saved in {home}/.cache/huggingface, where your home's quota counts; for another "
+        "folder: --env HF_HOME=/FOLDER"
+    )
+
+
+def _choose_wandb_variables(env: Mapping[str, str], can_reach: Callable[[str], bool]) -> dict[str, str]:
+    """Return the variables for a program that uses Weights & Biases, without those that the user has set.
+
+    WANDB_MODE is in the result if this node cannot reach the service.
+    """
+    variables = {}
+    run_folder = env.get("IMGKIT_RUN_DIR")
+    # By default, wandb writes into the job's folder, or into /tmp of the node if that folder cannot be
+    # written.
+    if run_folder and not env.get("WANDB_DIR"):
+        variables["WANDB_DIR"] = run_folder
+    if not env.get("WANDB_MODE") and not can_reach(WANDB.url(env)):
+        variables["WANDB_MODE"] = "offline"
+    return variables
 
 
 def can_connect(url: str) -> bool:

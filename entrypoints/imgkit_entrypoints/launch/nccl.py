@@ -128,24 +128,35 @@ def _read_answer(host: str, port: int) -> bytes:
     ValueError : another program listens at this address.
     """
     for _ in range(_MAX_CONNECTIONS):
-        with (
-            socket.create_connection((host, port), timeout=_GREETING_S) as link,
-            link.makefile("rb") as stream,
-        ):
-            link.sendall(b"CLIENT PROTOCOL 2\n")
-            try:
-                greeting = stream.readline(_MAX_LINE_CHARACTERS)
-            except TimeoutError:
-                continue  # this process may be stopped, and the next connection may reach another one
-            if not greeting:
-                raise ConnectionResetError
-            if not greeting.startswith(b"SERVER PROTOCOL "):
-                raise ValueError("another program listens there")
-            # NCCL itself waits for other processes that do not answer, and it must stop waiting before we do.
-            link.sendall(f"TIMEOUT {_PEER_TIMEOUT_S}\nVERBOSE STATUS\n".encode())
-            link.settimeout(LIMIT_S)
-            return stream.read(MAX_ANSWER_BYTES)
+        answer = _ask_process(host, port)
+        if answer is not None:
+            return answer
     raise TimeoutError
+
+
+def _ask_process(host: str, port: int) -> bytes | None:
+    """Connect to one of the processes that share the port, and return its answer to VERBOSE STATUS.
+
+    Return None if the process does not send the first line of the protocol in time. It may be stopped, and
+    the next connection may reach another process. The errors are those of `_read_answer`.
+    """
+    with (
+        socket.create_connection((host, port), timeout=_GREETING_S) as link,
+        link.makefile("rb") as stream,
+    ):
+        link.sendall(b"CLIENT PROTOCOL 2\n")
+        try:
+            greeting = stream.readline(_MAX_LINE_CHARACTERS)
+        except TimeoutError:
+            return None
+        if not greeting:
+            raise ConnectionResetError
+        if not greeting.startswith(b"SERVER PROTOCOL "):
+            raise ValueError("another program listens there")
+        # NCCL itself waits for other processes that do not answer, and it must stop waiting before we do.
+        link.sendall(f"TIMEOUT {_PEER_TIMEOUT_S}\nVERBOSE STATUS\n".encode())
+        link.settimeout(LIMIT_S)
+        return stream.read(MAX_ANSWER_BYTES)
 
 
 def summarize_answer(answer: bytes) -> list[str]:

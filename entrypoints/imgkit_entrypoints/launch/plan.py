@@ -195,13 +195,12 @@ class LaunchPlan:
         yield f"{self._title()} (to see why: -v)"
         yield from (text for text in messages.notes if text not in messages.hidden)
         warnings = [text for text in messages.warnings if text not in messages.hidden]
-        if len(warnings) <= MAX_WARNINGS:
-            yield from (f"warning: {text}" for text in warnings)
-            return
-        # The last line counts the warnings that are left out, and is itself one of the `MAX_WARNINGS` lines.
-        shown = warnings[: MAX_WARNINGS - 1]
+        shown = warnings
+        if len(warnings) > MAX_WARNINGS:
+            shown = warnings[: MAX_WARNINGS - 1]  # one of the `MAX_WARNINGS` lines counts the other warnings
         yield from (f"warning: {text}" for text in shown)
-        yield f"{len(warnings) - len(shown)} more warnings (to see them: -v)"
+        if shown != warnings:
+            yield f"{len(warnings) - len(shown)} more warnings (to see them: -v)"
 
     def _title(self) -> str:
         """Return the size of the run, such as ``2 nodes, 4 processes on each, cuda``."""
@@ -346,29 +345,18 @@ def decide_launch(
     nproc = _choose_nproc(request, device.value, host, placement, env)
     binding = _choose_binding(request, device.value, host, placement, int(nproc.value), env)
     threads = _choose_threads(host, int(nproc.value), binding, system, env)
-    chosen = dict(network.env)
-    # A value that the user has set is in the environment already.
-    if threads and threads.origin != "user":
-        chosen[threads.variable] = threads.value
-    if binding.value:
-        chosen[cores.VARIABLE] = binding.value
-    # IMGKIT_DECIDED tells dist-doctor which variables imgkit has chosen, and not the user.
-    variables = {"IMGKIT_DEVICE": device.value, "IMGKIT_DECIDED": ",".join(sorted(chosen)), **chosen}
-    # torchrun takes the defaults of its flags from PET_*. Kubernetes operators set some with values on which
-    # torchrun fails, such as PET_STANDALONE="".
-    unset = sorted(name for name in env if name.startswith("PET_"))
+    variables = _merge_variables(device.value, network, threads, binding)
     mode = _choose_mode(request, placement)
     argv = tuple(worker)
-    if mode == "direct":
-        variables |= _make_rank_variables(placement)
-    elif mode == "per-node":
-        if placement.node_rank > 0:
-            argv += request.worker_args
-        unset += [name for name in per_node.RANK_VARIABLES if name in env]
-    else:
+    if mode == "torchrun":
         argv = (*_build_torchrun_argv(torchrun, request, placement, host, nproc.value), *worker)
         variables["IMGKIT_START"] = _choose_start_method(request, device.value, is_own_program=is_own_program)
-    network_warnings = tuple(str(finding) for finding in network.warnings)
+    elif mode == "direct":
+        variables |= _make_rank_variables(placement)
+    elif placement.node_rank > 0:  # with --per-node, on every node except the head
+        argv += request.worker_args
+    own_warnings = _warn_of_unused_nproc(request, placement, nproc.value, env)
+    own_warnings += _warn_of_useless_spares(placement)
     # On one node, Gloo uses the loopback interface. Warnings about the cluster's network do not matter then.
     uses_network = device.value == "cuda" or placement.nnodes > 1
     cpus = Decision(cores.VARIABLE, binding.value, binding.reason, used=bool(binding.value))
@@ -380,18 +368,53 @@ def decide_launch(
         nproc=int(nproc.value),
         argv=argv,
         env=variables,
-        unset=(*unset, *network.unset),
+        unset=(*_find_misleading_variables(mode, env), *network.unset),
         decisions=(*own_decisions, *network.decisions),
         setup=NodeSetup(links=network.links),
         image_problem=network.image,
-        messages=StartMessages(
-            warnings=(
-                *_warn_of_unused_nproc(request, placement, nproc.value, env),
-                *_warn_of_useless_spares(placement),
-                *network_warnings,
-            ),
-            hidden=frozenset(() if uses_network else network_warnings),
-        ),
+        messages=_make_start_messages(own_warnings, network, uses_network=uses_network),
+    )
+
+
+def _merge_variables(
+    device: str, network: fabric.FabricPlan, threads: Decision | None, binding: cores.CpuBinding
+) -> dict[str, str]:
+    """Return the variables that the workers get in every mode.
+
+    They come from the choices of the network, the number of threads and the processors. `threads` is None if
+    `network` already contains that number.
+    """
+    chosen = dict(network.env)
+    # A value that the user has set is in the environment already.
+    if threads and threads.origin != "user":
+        chosen[threads.variable] = threads.value
+    if binding.value:
+        chosen[cores.VARIABLE] = binding.value
+    # IMGKIT_DECIDED tells dist-doctor which variables imgkit has chosen, and not the user.
+    return {"IMGKIT_DEVICE": device, "IMGKIT_DECIDED": ",".join(sorted(chosen)), **chosen}
+
+
+def _find_misleading_variables(mode: Mode, env: Mapping[str, str]) -> list[str]:
+    """Return the variables in `env` that would mislead the command, so that they are removed for it."""
+    # torchrun takes the defaults of its flags from PET_*. Kubernetes operators set some with values on which
+    # torchrun fails, such as PET_STANDALONE="".
+    names = sorted(name for name in env if name.startswith("PET_"))
+    if mode == "per-node":
+        names += [name for name in per_node.RANK_VARIABLES if name in env]
+    return names
+
+
+def _make_start_messages(
+    own_warnings: Sequence[str], network: fabric.FabricPlan, *, uses_network: bool
+) -> StartMessages:
+    """Return the warnings of the start: `own_warnings`, and then those about the network.
+
+    The warnings about the network are hidden if the run does not use it.
+    """
+    network_warnings = tuple(str(finding) for finding in network.warnings)
+    return StartMessages(
+        warnings=(*own_warnings, *network_warnings),
+        hidden=frozenset(() if uses_network else network_warnings),
     )
 
 

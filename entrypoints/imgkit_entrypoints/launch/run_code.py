@@ -32,10 +32,11 @@ def refuse_missing_code(env: Mapping[str, str]) -> None:
     # The list of mounts shows whether the folder is a mount, even if the image has a folder of the same name.
     reader = facts.Reader(root=facts.root_of(env))  # IMGKIT_ROOT may name another root folder than "/"
     mountinfo = reader.text(_MOUNTINFO_FILE) or ""
-    for line in mountinfo.splitlines():
-        fields = line.split(" ")  # "36 35 98:0 / /workspace rw,noatime - ext3 /dev/root rw"
-        if len(fields) > _MOUNT_POINT_FIELD and fields[_MOUNT_POINT_FIELD] == f"/{WORKSPACE}":
-            return
+    # "36 35 98:0 / /workspace rw,noatime - ext3 /dev/root rw" -> "/workspace"
+    mounts = [line.split(" ") for line in mountinfo.splitlines()]
+    mount_points = [fields[_MOUNT_POINT_FIELD] for fields in mounts if len(fields) > _MOUNT_POINT_FIELD]
+    if f"/{WORKSPACE}" in mount_points:
+        return
     raise NoPlan(
         f"the run's copy of the code is not mounted at /{WORKSPACE}",
         where=f"{CODE_VARIABLE}={code}",

@@ -69,6 +69,14 @@ def main(argv: list[str]) -> None:
         argv.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
     sys.argv = argv
     _set_import_path(program, is_module=is_module)
+    _run_program(program, is_module=is_module)
+
+
+def _run_program(program: str, *, is_module: bool) -> None:
+    """Run `program`, which is the path of a script or, with `is_module`, the name of a module.
+
+    Record the message of an exit such as ``sys.exit("no data")``. Other errors reach `excepthook`.
+    """
     try:
         if is_module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -293,16 +301,21 @@ def record_error(text: str, *, sample: object = None, address: str = "") -> bool
         text = f"sample {str(sample)[:100]} of the data set\n{text}"
     if address:
         text = f"this node cannot reach {address[:200]} (is there a route to the internet?)\n{text}"
-    # Write to a temporary file and rename it, so that the node agent never reads an incomplete record.
-    temporary = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
     try:
-        with _create_private_file(temporary) as file:
-            file.write(f"{time.time()}\n{text}".encode(errors="backslashreplace"))
-        os.replace(temporary, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
+        _write_record(folder, rank, text)
     except OSError:
         return False  # the caller then prints the error itself
     print_to_log(text)
     return True
+
+
+def _write_record(folder: str, rank: str, text: str) -> None:
+    """Write the time and `text` into the file ``failed-RANK`` in `folder`. Raise OSError if that fails."""
+    # Write to a temporary file and rename it, so that the node agent never reads an incomplete record.
+    temporary = os.path.join(folder, f".imgkit-{os.getpid()}.part")  # noqa: PTH118
+    with _create_private_file(temporary) as file:
+        file.write(f"{time.time()}\n{text}".encode(errors="backslashreplace"))
+    os.replace(temporary, os.path.join(folder, RECORD + rank))  # noqa: PTH105, PTH118
 
 
 def print_to_log(text: str) -> None:

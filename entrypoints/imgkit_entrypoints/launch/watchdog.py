@@ -512,25 +512,18 @@ class Watchdog:
         """Read what all workers have written, and update the state of each worker.
 
         Each worker writes a note into shared memory: its position (the number of its step) and its signs of
-        life. Return one line for each group of workers that were reported as late and now move again. Workers
-        that have ended are no longer watched.
+        life. Return one line for each group of workers that were reported as late and now move again.
         """
         # Workers that move again, grouped by the length of their hang in whole seconds.
         moved_workers: dict[int, list[_Worker]] = {}
         # While a hang is reported, the other workers wait for it, and their steps take long. These steps must
         # not raise `longest_s`: it lengthens the time until a worker counts as late (`patience_s`), so the
-        # next hang would be reported too late. This is read before the loop, which removes ranks.
+        # next hang would be reported too late. This is read first, because ranks are removed below.
         is_calm = not self._reported
         notes = list(self._read_running_notes())
-        for rank in self._workers.keys() - {note.rank for note in notes}:
-            self._forget(rank)
+        self._replace_ended_workers(notes, now)
         for note in notes:
-            worker = self._workers.get(note.rank)
-            # A new process id means that a worker of a new attempt has taken over the rank.
-            if worker is None or worker.note.pid != note.pid:
-                self._forget(note.rank)
-                self._workers[note.rank] = _Worker(note=note, last_sign_at=now)
-                continue
+            worker = self._workers[note.rank]
             # Waits that our own request for a stack has caused are no sign of life. `has_moved` compares with
             # the stored note, so storing the new one now makes the two equal.
             if worker.was_woken(now):
@@ -548,6 +541,20 @@ class Watchdog:
             f"{self._describe_ranks(workers)} moved again after {seconds} s"
             for seconds, workers in moved_workers.items()
         ]
+
+    def _replace_ended_workers(self, notes: Sequence[_Note], now: float) -> None:
+        """Stop watching workers that have ended, and start watching new ones.
+
+        `notes` are the latest notes of all workers that are running.
+        """
+        for rank in self._workers.keys() - {note.rank for note in notes}:
+            self._forget(rank)
+        for note in notes:
+            worker = self._workers.get(note.rank)
+            # A new process id means that a worker of a new attempt has taken over the rank.
+            if worker is None or worker.note.pid != note.pid:
+                self._forget(note.rank)
+                self._workers[note.rank] = _Worker(note=note, last_sign_at=now)
 
     def _forget(self, rank: int) -> None:
         """Stop watching a worker that has ended or was replaced by a new process."""
@@ -649,10 +656,8 @@ class Watchdog:
         for worker in workers:
             text = stacks[worker.note.rank] or _explain_missing_stack(worker)
             workers_by_text.setdefault(text, []).append(worker)
-        # Sort by the number of workers, and then move the reasons for missing stacks to the front. The second
-        # sort keeps the order of the first one (False comes before True).
-        texts = sorted(workers_by_text, key=lambda text: len(workers_by_text[text]))
-        texts.sort(key=lambda text: _STACK_HEADING in text)
+        # Reasons for missing stacks come first, because they have no heading (False comes before True).
+        texts = sorted(workers_by_text, key=lambda text: (_STACK_HEADING in text, len(workers_by_text[text])))
         for text in texts:
             same_workers = workers_by_text[text]
             pids = ", ".join(str(worker.note.pid) for worker in same_workers)
@@ -698,10 +703,8 @@ def _read_process_status(pid: int) -> dict[str, str]:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (OSError, UnicodeDecodeError):
         return {}
-    status = {}
-    for line in lines:
-        name, _, value = line.partition(":")
-        status[name] = value.strip()
+    fields = [line.partition(":") for line in lines]
+    status = {name: value.strip() for name, _, value in fields}
     # "Z" (zombie) and "X" (dead): the process has ended, but its parent has not read its exit code yet.
     if status.get("State", "Z")[:1] in ("Z", "X"):
         return {}

@@ -86,16 +86,24 @@ def meet_nodes(
         roll_call = RollCall(placement, node, open_port, timeout_s, log, stop_reason, secret, all_reach_head)
         if placement.node_rank != 0:
             return join(roll_call)
-        head = _RollCallHead(roll_call)
-        try:
-            return head.start_run()
-        except BaseException as error:
-            # The other nodes should print the same error. On any other error or interrupt, only close the
-            # connections.
-            if isinstance(error, NoPlan):
-                head.server.send_all(Refused.from_error(error))
-            head.server.close(session.LINGER_S)
-            raise
+        return _lead(roll_call)
+
+
+def _lead(roll_call: RollCall) -> HeadSession:
+    """Lead the roll call on the head (the node with rank 0), and return its session.
+
+    If the run cannot start, the other nodes get the same error, and the connections are closed.
+    """
+    head = _RollCallHead(roll_call)
+    try:
+        return head.start_run()
+    except BaseException as error:
+        # The other nodes should print the same error. On any other error or interrupt, only close the
+        # connections.
+        if isinstance(error, NoPlan):
+            head.server.send_all(Refused.from_error(error))
+        head.server.close(session.LINGER_S)
+        raise
 
 
 class _RollCallHead:
@@ -122,7 +130,7 @@ class _RollCallHead:
         """
         start = time.monotonic()
         # All checks come before `_send_starts`. Until then, an error reaches all nodes as a refusal
-        # (`meet_nodes`).
+        # (`_lead`).
         self._wait_for_nodes(start)
         warnings = [*compare_software(self.placement, self.nodes), *self._test_network()]
         port = self._choose_torchrun_port()
@@ -142,9 +150,9 @@ class _RollCallHead:
         In a run with spares, some nodes may be missing, but torchrun allows no gaps in the ranks. So nodes 0,
         2 and 3, for example, get the numbers 0, 1 and 2.
         """
-        ranks = sorted(self.nodes)
-        self.server.renumber({rank: number for number, rank in enumerate(ranks)})
-        return {number: self.nodes[rank] for number, rank in enumerate(ranks)}
+        new_numbers = {rank: number for number, rank in enumerate(sorted(self.nodes))}
+        self.server.renumber(new_numbers)
+        return {number: self.nodes[rank] for rank, number in new_numbers.items()}
 
     def _test_network(self) -> tuple[str, ...]:
         """Let the nodes test the network between them, and return warnings about missing results.
@@ -286,7 +294,7 @@ class _RollCallHead:
         rank = request.node_rank
         self._drop_ended_connection(rank)
         previous = self.nodes.get(rank)
-        # If a check fails, `meet_nodes` sends the error to all nodes that were added. So add this node before
+        # If a check fails, `_lead` sends the error to all nodes that were added. So add this node before
         # the checks.
         self.server.add_node(rank if previous is None else NO_RANK, peer)
         self._refuse_other_layout(request, previous)

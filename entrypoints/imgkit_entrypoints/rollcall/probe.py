@@ -321,13 +321,8 @@ def _probe_port(target: int, offer: ProbePort, deadline: float) -> ProbeFailure 
         if isinstance(error, TimeoutError):
             reason = f"no answer within {STEP_S:g} s"
         # A packet carries at most one segment, so `packet` is the size of the largest packet that failed.
-        return ProbeFailure(
-            target=target,
-            size=size,
-            arrived=arrived,
-            packet=min(size, segment) + _count_header_bytes(offer.address),
-            reason=reason,
-        )
+        packet = min(size, segment) + _count_header_bytes(offer.address)
+        return ProbeFailure(target=target, size=size, arrived=arrived, packet=packet, reason=reason)
     return None
 
 
@@ -383,26 +378,32 @@ def network_error(
     sender_offer, offer = offers[sender], offers[failure.target]
     assert sender_offer and offer  # noqa: S101, PT018 - only nodes with an offer take part
     sender_name, target_name = name(sender), name(failure.target)
-    # This hint also applies if the connection works but the smallest burst does not arrive.
-    hint = _make_firewall_hint(sender_offer, offer, target_name)
-    if failure.size > SIZES[0]:  # a smaller burst has arrived, so large packets are lost
-        problem = (
-            f"{sender_name} cannot send {failure.size} B at once to {target_name}: {failure.arrived} B "
-            f"arrive, {failure.size} B do not"
-        )
-        hint = _make_mtu_hint(failure, offer)
-    elif failure.size:  # the smallest burst has failed, so the size of the packets is not the cause
-        problem = (
-            f"{sender_name} connects to {target_name}, but port {offer.port} gets no data: {failure.reason}"
-        )
-    else:  # size 0: there was no connection
-        problem = f"{sender_name} cannot connect to {target_name} on port {offer.port}: {failure.reason}"
+    problem = _describe_failure(failure, sender_name, target_name, offer.port)
     if len(failures) > 1:
         problem += f" (other failing pairs of nodes: {len(failures) - 1})"
+    if failure.size > SIZES[0]:  # a smaller burst has arrived, so large packets are lost
+        hint = _make_mtu_hint(failure, offer)
+    else:  # there was no connection, or the smallest burst has not arrived
+        hint = _make_firewall_hint(sender_offer, offer, target_name)
     return NoPlan(
         problem,
         where=f"{offer.address}:{offer.port}",
         hint=f"{hint}. To start without this test: --no-network-test",
+    )
+
+
+def _describe_failure(failure: ProbeFailure, sender_name: str, target_name: str, port: int) -> str:
+    """Return what the sender could not do: connect to the target's port, or send data to the target.
+
+    A burst is a number of bytes that is sent at once. Bursts grow from one to the next.
+    """
+    if failure.size == 0:  # there was no connection, so no burst was sent
+        return f"{sender_name} cannot connect to {target_name} on port {port}: {failure.reason}"
+    if failure.size <= SIZES[0]:  # even the smallest burst has failed, so its size is not the cause
+        return f"{sender_name} connects to {target_name}, but port {port} gets no data: {failure.reason}"
+    return (
+        f"{sender_name} cannot send {failure.size} B at once to {target_name}: {failure.arrived} B "
+        f"arrive, {failure.size} B do not"
     )
 
 

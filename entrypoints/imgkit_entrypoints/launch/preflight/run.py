@@ -252,17 +252,7 @@ class _Leader:
         ------
         CheckFailed : the run cannot start without the outliers.
         """
-        verdict = judge(list(self._nodes.values()), self._link_results)
-        excluded = tuple(sorted(node.rank for node in verdict.excluded))
-        # No spare can replace the head, because all nodes are connected to it.
-        can_replace_excluded = len(excluded) <= self._config.spares and HEAD not in excluded
-        report = Report(
-            verdict=verdict,
-            seconds=seconds,
-            left_out=excluded if can_replace_excluded else (),  # a run that does not start leaves out no node
-            passed=can_replace_excluded,
-            scheduler=self._session.placement.scheduler,
-        )
+        report = self._make_report(seconds)
         self._config.log("preflight", *report.table())
         self._save(report)  # before an error is raised, since the user needs the report then
         if not report.passed:
@@ -271,8 +261,25 @@ class _Leader:
             # not the reason.
             self._session.send_all(Refused.from_error(error))
             raise error
-        self._session.send_all(PreflightEnd(left_out=excluded))
-        return excluded
+        self._session.send_all(PreflightEnd(left_out=report.left_out))
+        return report.left_out
+
+    def _make_report(self, seconds: float) -> Report:
+        """Judge the results, and return the report, which also says whether the run can start.
+
+        `seconds` is the duration of the preflight.
+        """
+        verdict = judge(list(self._nodes.values()), self._link_results)
+        excluded = tuple(sorted(node.rank for node in verdict.excluded))
+        # No spare can replace the head, because all nodes are connected to it.
+        can_replace_excluded = len(excluded) <= self._config.spares and HEAD not in excluded
+        return Report(
+            verdict=verdict,
+            seconds=seconds,
+            left_out=excluded if can_replace_excluded else (),  # a run that does not start leaves out no node
+            passed=can_replace_excluded,
+            scheduler=self._session.placement.scheduler,
+        )
 
     def _save(self, report: Report) -> None:
         """Write the report into the run's folder, if there is one. Print a warning if that fails."""
@@ -303,15 +310,8 @@ class _Leader:
             for rank in group:
                 self._session.send(rank, request)
         ranks = set(itertools.chain.from_iterable(groups))
-        answers: dict[int, MeasureResult] = {}
         # An answer that is sent just before the limit needs time to arrive.
-        deadline = time.monotonic() + limit_s + ANSWER_S
-        while self._find_unanswered(ranks, answers) and time.monotonic() < deadline:
-            self._wait_for_messages()
-            # The session keeps the last answer of each node, which may be from an earlier stage.
-            for rank, answer in self._session.measurements.items():
-                if answer.stage == stage:
-                    answers[rank] = answer
+        answers = self._collect_answers(stage, ranks, time.monotonic() + limit_s + ANSWER_S)
         for rank in self._find_unanswered(ranks, answers):
             error = f"its node agent hangs: no answer within {limit_s} s"
             answers[rank] = MeasureResult(stage=stage, error=error, mute=True)
@@ -320,6 +320,20 @@ class _Leader:
         for rank, answer in answers.items():
             if answer.mute and not self._nodes[rank].error:
                 self._nodes[rank] = replace(self._nodes[rank], error=answer.error)
+        return answers
+
+    def _collect_answers(self, stage: int, ranks: set[int], deadline: float) -> dict[int, MeasureResult]:
+        """Wait for the answers of the nodes `ranks` in `stage`, and return those that have arrived, by rank.
+
+        The wait ends at `deadline`, or once every node in `ranks` has answered or dropped out.
+        """
+        answers: dict[int, MeasureResult] = {}
+        while self._find_unanswered(ranks, answers) and time.monotonic() < deadline:
+            self._wait_for_messages()
+            # The session keeps the last answer of each node, which may be from an earlier stage.
+            for rank, answer in self._session.measurements.items():
+                if answer.stage == stage:
+                    answers[rank] = answer
         return answers
 
     def _find_unanswered(self, ranks: set[int], answers: Mapping[int, MeasureResult]) -> set[int]:
@@ -396,6 +410,13 @@ def _make_outlier_error(report: Report) -> CheckFailed:
         hint=f"start again with {remedy}, or with a spare (--nnodes N+1) that replaces it; "
         "leave out --preflight to start as it is",
     )
+
+
+def _describe_process_end(code: int | None) -> str:
+    """Return a text about a measuring process that has ended. `code` is None if its exit code is unknown."""
+    if code is None:
+        return "its measuring process ended"
+    return f"its measuring process ended with exit code {code}"
 
 
 class _Process(NamedTuple):
@@ -486,12 +507,9 @@ class MeasuringProcess:
         is_running = has_processes and command.code is None and not connection.error
         if is_running and time.monotonic() < self._deadline:
             return None
-        if is_running:
-            error = f"its measuring process hangs: no answer within {request.limit_s} s"
-        elif command.code is None:
-            error = "its measuring process ended"
-        else:
-            error = f"its measuring process ended with exit code {command.code}"
+        error = f"its measuring process hangs: no answer within {request.limit_s} s"
+        if not is_running:
+            error = _describe_process_end(command.code)
         # `mute`: a process that hangs cannot measure anything more, and neither can the node.
         return self._finish(MeasureResult(stage=request.stage, error=error, mute=is_running))
 

@@ -135,10 +135,11 @@ def _find_outlier_reasons(
         yield node.error
         return
     yield from (f"dist-doctor: {failed_check}" for failed_check in node.failed)
-    if median and node.matmul_TFLOPs is None:
+    rate = node.matmul_TFLOPs
+    if median and rate is None:
         yield "matrix products could not be measured"
-    elif median and node.matmul_TFLOPs is not None and _is_slow(node.matmul_TFLOPs, median):
-        yield f"matmul {node.matmul_TFLOPs:.3g} TFLOP/s, {_compare_with_median(node.matmul_TFLOPs, median)}"
+    elif median and rate is not None and _is_slow(rate, median):
+        yield f"matmul {rate:.3g} TFLOP/s, {_compare_with_median(rate, median)}"
     # A single broken link does not show which of its two nodes is at fault. If all links of a node are
     # broken, it is this node.
     errors = [link.error for link in links if node.rank in link.nodes]  # "" for a link that works
