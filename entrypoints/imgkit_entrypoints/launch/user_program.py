@@ -69,14 +69,7 @@ def main(argv: list[str]) -> None:
         argv.insert(1, f"--local_rank={os.environ['LOCAL_RANK']}")
     sys.argv = argv
     _set_import_path(program, is_module=is_module)
-    _run_program(program, is_module=is_module)
-
-
-def _run_program(program: str, *, is_module: bool) -> None:
-    """Run `program`, which is the path of a script or, with `is_module`, the name of a module.
-
-    Record the message of an exit such as ``sys.exit("no data")``. Other errors reach `excepthook`.
-    """
+    # Not in a function of its own, which would be one more frame in each traceback of a program.
     try:
         if is_module:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
