@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 
 # The file name of the definition in the workspace, the folder for temporary files.
 _DEFINITION_NAME = "imgkit.def"
+# The folder in the workspace with the base and the build context. The runtime starts in this folder.
+_BUILD_FOLDER = "build"
 _ROUTE = "definition"
 """The value of `route` in the record of a .sif that this module builds."""
 _CONFIG_OBJECT = "imgkit-config"
@@ -134,24 +136,40 @@ def build_sif(request: SifRequest, pack: Pack, report: Reporter) -> BuiltSif:
         )
         base = _place_base(base, job)
         build_plan = _make_build_plan(request, base, pack, clock)
-        clock.stage("unpack the context")
-        folder = work.folder / "build"
-        links = definition.make_links_script(build_plan.context.unpack(folder))
-        program = definition.make_inspection_program()
-        (folder / definition.INSPECTION_PROGRAM).write_text(program, encoding="utf-8")
-        # File names on Linux may contain any bytes. Python reads bytes that are not UTF-8 as surrogates, and
-        # this option writes them back unchanged.
-        (folder / definition.LINKS_SCRIPT).write_text(links, encoding="utf-8", errors="surrogateescape")
-        definition_path = work.folder / _DEFINITION_NAME
-        files.write_file(definition_path, build_plan.definition)
-        # The log begins with the definition, so that a user can look up the step that failed.
-        log.write(build_plan.definition)
-        clock.stage(f"build with {tool}")
-        argv = runtime_build.build_arguments(tool, compression, work.new_file, str(definition_path))
-        job.run(*argv, folder=folder, namespace=user_rights.needs_namespace)
-        if not work.new_file.exists():
-            raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {log.name}")
+        _unpack_context(build_plan.context, job)
+        _run_definition(build_plan.definition, job, tool, needs_namespace=user_rights.needs_namespace)
         return _finish_sif(request, base, build_plan, job, tool)
+
+
+def _unpack_context(context: BuildContext, job: ConversionJob) -> None:
+    """Unpack the build context into the workspace, and add the two files that imgkit's own steps run."""
+    job.clock.stage("unpack the context")
+    folder = job.work.folder / _BUILD_FOLDER
+    links = definition.make_links_script(context.unpack(folder))
+    program = definition.make_inspection_program()
+    (folder / definition.INSPECTION_PROGRAM).write_text(program, encoding="utf-8")
+    # File names on Linux may contain any bytes. Python reads bytes that are not UTF-8 as surrogates, and this
+    # option writes them back unchanged.
+    (folder / definition.LINKS_SCRIPT).write_text(links, encoding="utf-8", errors="surrogateescape")
+
+
+def _run_definition(
+    definition_text: str, job: ConversionJob, tool: RuntimeTool, *, needs_namespace: bool
+) -> None:
+    """Let the runtime `tool` build the new .sif from a definition and the unpacked build context.
+
+    Raise ToolFailed if a step failed, or if the runtime wrote no file.
+    """
+    work = job.work
+    definition_path = work.folder / _DEFINITION_NAME
+    files.write_file(definition_path, definition_text)
+    # The log begins with the definition, so that a user can look up the step that failed.
+    job.log.write(definition_text)
+    job.clock.stage(f"build with {tool}")
+    argv = runtime_build.build_arguments(tool, job.compression, work.new_file, str(definition_path))
+    job.run(*argv, folder=work.folder / _BUILD_FOLDER, namespace=needs_namespace)
+    if not work.new_file.exists():
+        raise ToolFailed(f"{tool} succeeded but wrote no file", hint=f"the full log: {job.log.name}")
 
 
 def plan_build(request: SifRequest, pack: Pack, report: Reporter) -> tuple[BuildPlan, str]:
@@ -215,7 +233,7 @@ def _place_base(base: DefinitionBase, job: ConversionJob) -> DefinitionBase:
     ------
     CheckFailed : the content of the base does not match its digests, or an archive is for another platform.
     """
-    folder = job.work.folder / "build"  # the runtime starts here, so paths in the definition begin here
+    folder = job.work.folder / _BUILD_FOLDER
     folder.mkdir()
     source = base.source
     if source is None:  # a base in a registry

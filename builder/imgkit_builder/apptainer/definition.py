@@ -174,33 +174,37 @@ def find_base(recipe: Recipe, *, name: str | None, base_from: str | None, report
     CheckFailed : the image is damaged, or is for another platform than this machine's.
     """
     name = name or recipe.image.base
-    if base_from in (None, REGISTRY):
+    if base_from is None or base_from == REGISTRY:
         # A tag may name another image tomorrow. Only a digest identifies the image.
         digest = name if "@sha256:" in name else ""
         image = BaseImage(name=name, digest=digest, platform=host_platform())
         return DefinitionBase(source=None, image=image)
-    path = Path(str(base_from)).expanduser()
-    if sif_image.is_sif(path):
-        base = _read_sif(path)
-    elif (path / "oci-layout").is_file():
-        selected = stored.open_image(path).selected
-        image = _describe_base(selected.config, selected.names, path)
-        base = DefinitionBase(source=OciFolder(path=path.absolute()), image=image)
-    elif path.is_file():
-        base = _read_archive(path)
-    else:
-        message = "there is no such base"
-        if path.exists():
-            message = "a folder without oci-layout is not an image"
-        raise UsageError(
-            message,
-            where=f"--base-from {base_from}",
-            hint="an archive (imgkit save, docker save), an OCI folder, a .sif, or the word registry",
-        )
+    base = _read_base(base_from)
     _refuse_platform(base)
     if base.image.id and base.image.name != name:
         report.note(f"the base is {base.image.name}, but the recipe names {name}")
     return base
+
+
+def _read_base(base_from: str) -> DefinitionBase:
+    """Return the base at the path `base_from`, or raise UsageError if there is no image at this path."""
+    path = Path(base_from).expanduser()
+    if sif_image.is_sif(path):
+        return _read_sif(path)
+    if (path / "oci-layout").is_file():
+        selected = stored.open_image(path).selected
+        image = _describe_base(selected.config, selected.names, path)
+        return DefinitionBase(source=OciFolder(path=path.absolute()), image=image)
+    if path.is_file():
+        return _read_archive(path)
+    message = "there is no such base"
+    if path.exists():
+        message = "a folder without oci-layout is not an image"
+    raise UsageError(
+        message,
+        where=f"--base-from {base_from}",
+        hint="an archive (imgkit save, docker save), an OCI folder, a .sif, or the word registry",
+    )
 
 
 def identify_base(archive: Archive, config: ImageConfig, names: tuple[str, ...]) -> DefinitionBase:

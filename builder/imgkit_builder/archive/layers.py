@@ -88,38 +88,12 @@ def scan_layers(
     NoRoom : the unpacked layers do not fit in `spool`.
     """
     allowance = Allowance(image.stored_bytes, image.where, unpack_limit_bytes)
-    # Equal layers share one file (region), which is hashed or unpacked only once.
-    hashing: dict[Region, Future[str]] = {}
-    unpacking: dict[Region, Future[tuple[StoredLayer, str]]] = {}
-    layers = []
     # A `with` statement is not used: after an error, it would first process all layers in the queue.
     pool = ThreadPoolExecutor(threads)
     try:
         # The threads start to hash and unpack all layers now. Meanwhile, this thread reads headers.
-        for layer in image.layers:
-            if layer.compress == "none":
-                if layer.region not in hashing:
-                    hashing[layer.region] = pool.submit(layer.region.sha256)
-            elif spool and layer.region not in unpacking:
-                unpacking[layer.region] = pool.submit(spool.unpack, layer, allowance)
-        for number, layer in enumerate(image.layers, 1):
-            readable_layer = layer
-            if layer.region in unpacking:
-                readable_layer, sha256 = unpacking[layer.region].result()
-                image.refuse_other_digest(number, sha256)
-            layers.append(readable_layer)
-            try:
-                if readable_layer.compress == "none":
-                    with readable_layer.open(bodies=False) as stream:
-                        on_layer(stream)
-                else:
-                    sha256 = _scan_compressed(readable_layer, on_layer, allowance)
-                    image.refuse_other_digest(number, sha256)
-            except CheckFailed:
-                # If the layer has a wrong digest, report that. It explains every other error in the layer.
-                _compare_digests(image, hashing, number)
-                raise
-        _compare_digests(image, hashing, len(layers))
+        jobs = _start_jobs(image, pool, spool, allowance)
+        layers = _scan_in_order(image, jobs, on_layer, allowance)
     finally:
         if spool:
             # After an error, the unpacked files are not needed. Without `stop`, `shutdown` would wait until
@@ -127,6 +101,58 @@ def scan_layers(
             spool.stop()
         pool.shutdown(cancel_futures=True)
     return dataclasses.replace(image, layers=tuple(layers))
+
+
+class _LayerJobs(NamedTuple):
+    """The jobs of the threads. Equal layers share one file (region), which has only one job."""
+
+    hashing: dict[Region, Future[str]]
+    """Jobs that compute the digests of uncompressed layers."""
+    unpacking: dict[Region, Future[tuple[StoredLayer, str]]]
+    """Jobs that unpack compressed layers, and compute the digests of the unpacked bytes."""
+
+
+def _start_jobs(
+    image: StoredImage, pool: ThreadPoolExecutor, spool: Spool | None, allowance: Allowance
+) -> _LayerJobs:
+    """Let the threads of `pool` hash the uncompressed layers, and unpack the others if there is a `spool`."""
+    jobs = _LayerJobs(hashing={}, unpacking={})
+    for layer in image.layers:
+        if layer.compress == "none":
+            if layer.region not in jobs.hashing:
+                jobs.hashing[layer.region] = pool.submit(layer.region.sha256)
+        elif spool and layer.region not in jobs.unpacking:
+            jobs.unpacking[layer.region] = pool.submit(spool.unpack, layer, allowance)
+    return jobs
+
+
+def _scan_in_order(
+    image: StoredImage, jobs: _LayerJobs, on_layer: Callable[[TarStream], None], allowance: Allowance
+) -> list[StoredLayer]:
+    """Call `on_layer` with the headers of each layer, lowest first. Return the layers to read from now on.
+
+    The digests of all layers are verified, which raises CheckFailed for a damaged layer.
+    """
+    layers = []
+    for number, layer in enumerate(image.layers, 1):
+        readable_layer = layer
+        if layer.region in jobs.unpacking:
+            readable_layer, sha256 = jobs.unpacking[layer.region].result()
+            image.refuse_other_digest(number, sha256)
+        layers.append(readable_layer)
+        try:
+            if readable_layer.compress == "none":
+                with readable_layer.open(bodies=False) as stream:
+                    on_layer(stream)
+            else:
+                sha256 = _scan_compressed(readable_layer, on_layer, allowance)
+                image.refuse_other_digest(number, sha256)
+        except CheckFailed:
+            # If the layer has a wrong digest, report that. It explains every other error in the layer.
+            _compare_digests(image, jobs.hashing, number)
+            raise
+    _compare_digests(image, jobs.hashing, len(layers))
+    return layers
 
 
 def _scan_compressed(layer: StoredLayer, on_layer: Callable[[TarStream], None], allowance: Allowance) -> str:
@@ -144,7 +170,7 @@ def _compare_digests(image: StoredImage, hashing: Mapping[Region, Future[str]], 
     """Raise CheckFailed if one of the first `count` layers is uncompressed and has a wrong digest.
 
     `hashing` contains the digests. The function waits for those that threads are still computing. Compressed
-    layers are compared in `scan_layers`, because their digests are computed while they are unpacked.
+    layers are compared in `_scan_in_order`, because their digests are computed while they are unpacked.
     """
     for number, layer in enumerate(image.layers[:count], 1):
         if layer.region in hashing:
@@ -323,15 +349,9 @@ class LayerTree:
         pending_folders: list[tuple[str, _Folder]] = [("", self._root)]
         while pending_folders:
             folder_path, folder = pending_folders.pop()
-            prefix = ""
-            if folder_path:
+            if folder_path:  # the root folder has no entry
                 folders.append((folder_path, folder.entry))
-                prefix = folder_path + "/"
-            # Sorted, so that the order of members in a layer does not change the result. In reverse, because
-            # `pop` above takes the last folder first.
-            for name in sorted(folder.children, reverse=True):
-                node = folder.children.pop(name)
-                path = prefix + name
+            for path, node in _take_children(folder_path, folder):
                 if isinstance(node, _Folder):
                     pending_folders.append((path, node))
                     continue
@@ -409,15 +429,16 @@ class LayerTree:
         folder = self._make_folders(folders, rest)
         if member.kind == DIRECTORY:
             self._put_folder(folder, name, member)
-        elif member.kind == HARD_LINK:
+            return
+        if member.kind == HARD_LINK:
             self._put_hard_link(folder, name, member)
-        else:
-            folder.children[name] = member_id
-            # A number has no type. `_kind_of` takes every id that is in neither dict for a regular file.
-            if member.kind == SYMLINK:
-                self._link_targets[member_id] = member.link
-            elif member.kind != REGULAR:
-                self._device_kinds[member_id] = member.kind
+            return
+        folder.children[name] = member_id
+        # A number has no type. `_kind_of` takes every id that is in neither dict for a regular file.
+        if member.kind == SYMLINK:
+            self._link_targets[member_id] = member.link
+        elif member.kind != REGULAR:
+            self._device_kinds[member_id] = member.kind
 
     def _put_folder(self, parent: _Folder, name: str, member: Member) -> None:
         """Put the folder that `member` describes into `parent`.
@@ -514,13 +535,7 @@ class LayerTree:
             if name in ("", "."):
                 continue
             if name == "..":
-                if rest:
-                    rest.pop()
-                elif len(folders) > 1:
-                    folders.pop()
-                elif links:
-                    # ".." at the root stays at the root in a container, but leaves the image on the host.
-                    links[-1].leaves_image = True
+                _go_up(folders, rest, links)
                 continue
             node = None
             if not rest:
@@ -535,12 +550,13 @@ class LayerTree:
                 rest.append(name)
                 continue
             link_count += 1
+            is_absolute = target.startswith("/")
             if links is not None:
                 link_path = "/".join([folder.name for folder in folders[1:]] + [name])
-                links.append(_FollowedLink(link_path, target, leaves_image=target.startswith("/")))
+                links.append(_FollowedLink(link_path, target, leaves_image=is_absolute))
             if link_count > _MAX_LINKS:
                 raise CheckFailed(f"{path}: its folder is a link that leads to itself", where=self._where)
-            if target.startswith("/"):  # continue at the root
+            if is_absolute:  # continue at the root
                 del folders[1:]
             pending_names += target.split("/")[::-1]
         if link_count:
@@ -606,6 +622,28 @@ class LayerTree:
             where=self._where,
             hint="do not use this image if you do not know its author",
         )
+
+
+def _take_children(folder_path: str, folder: _Folder) -> Iterator[tuple[str, _Node]]:
+    """Remove the children of `folder` one after the other, and yield each with its path."""
+    prefix = f"{folder_path}/" if folder_path else ""
+    # Sorted, so that the order of members in a layer does not change the result. In reverse, because the
+    # caller begins with the folder that it received last.
+    for name in sorted(folder.children, reverse=True):
+        yield prefix + name, folder.children.pop(name)
+
+
+def _go_up(folders: list[_Folder], rest: list[str], links: list[_FollowedLink] | None) -> None:
+    """Apply the name ``..`` to a path: remove the last of `rest`, or else of `folders`.
+
+    At the root, nothing is removed. On the host, such a path leaves the image, so the last link is marked.
+    """
+    if rest:
+        rest.pop()
+    elif len(folders) > 1:
+        folders.pop()
+    elif links:
+        links[-1].leaves_image = True
 
 
 def _split_path(path: str) -> list[str]:

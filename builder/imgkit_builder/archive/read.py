@@ -35,7 +35,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.oci.config import ImageConfig, parse_config
 from imgkit_entrypoints import json_text
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ImgkitError, ToolFailed, UsageError
 
 MAX_JSON_BYTES = 4 << 20
 """Largest size of a JSON file. Registries refuse larger manifests, so a larger file must be a layer."""
@@ -146,8 +146,7 @@ def read_members(stream: TarStream, store: Callable[[Member], File], *, where: s
     Parameters
     ----------
     store : a function that is called for each regular file. It may read the content of the file from
-        `stream`.
-        Its result, such as the digest of the file, is stored in `Members.files`.
+        `stream`. Its result, such as the digest of the file, is stored in `Members.files`.
     where : the name of the archive, for messages.
 
     Raises
@@ -530,14 +529,9 @@ def digest_archive(
             with contextlib.closing(plain):
                 members = _MemberHasher(plain, allowance, where).hash_members()
             wrong_blobs = _find_wrong_blobs(members)
-            selected = select_image(members.find, where=where)
-            if not selected.config.os:
-                raise CheckFailed("its image configuration names no operating system", where=where)
-            image = selected
+            image = _select_image_with_os(members, where)
         except (CheckFailed, ToolFailed, UsageError) as error:
-            problem = error.what
-            if error.where not in (None, where):
-                problem = f"{error.where}: {problem}"
+            problem = _describe_problem(error, where)
         # After an error, read the rest of the file, so that `digest` is complete.
         for _ in raw:
             pass
@@ -548,6 +542,21 @@ def digest_archive(
         wrong_blobs=tuple(wrong_blobs),
         problem=problem,
     )
+
+
+def _select_image_with_os(members: Members[HashedFile], where: str) -> SelectedImage[HashedFile]:
+    """Return the only image of an archive. Raise CheckFailed if its operating system is unknown."""
+    image = select_image(members.find, where=where)
+    if not image.config.os:
+        raise CheckFailed("its image configuration names no operating system", where=where)
+    return image
+
+
+def _describe_problem(error: ImgkitError, where: str) -> str:
+    """Return the message of `error`. If it is about another file than the archive `where`, name that file."""
+    if error.where in (None, where):
+        return error.what
+    return f"{error.where}: {error.what}"
 
 
 def _find_wrong_blobs(members: Members[HashedFile]) -> list[str]:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import IO, TYPE_CHECKING, BinaryIO, TypeVar
 
 from imgkit_builder.archive import compressed, read
 from imgkit_builder.archive.compressed import CHUNK_BYTES, Allowance, Compress
@@ -372,8 +372,6 @@ class Spool:
         NoRoom : all layers together need more than `room_bytes`, or the disk is full.
         CheckFailed : the layer is damaged, or all layers unpack to more than `allowance`.
         """
-        digest = hashlib.sha256()
-        size_bytes = 0
         try:
             with (
                 tempfile.NamedTemporaryFile(dir=self.folder, suffix=".tar", delete=False) as file,
@@ -381,22 +379,29 @@ class Spool:
             ):
                 path = Path(file.name)
                 self._paths.append(path)  # to be removed at the end, even if this call fails
-                for chunk in chunks:
-                    # Another thread has called `stop` after an error. Nobody reads the result of this call.
-                    if self._is_stopped:
-                        break
-                    # `allowance` counts the bytes of all layers in all threads, `size_bytes` only this
-                    # layer's.
-                    self.advance(allowance.unpacked_bytes)
-                    if allowance.unpacked_bytes > self.room_bytes:
-                        raise NoRoom
-                    digest.update(chunk)
-                    file.write(chunk)
-                    size_bytes += len(chunk)
+                sha256 = self._write_layer(chunks, file, allowance)
+                size_bytes = file.tell()
         except OSError as error:
             if error.errno not in FULL:
                 raise
             # The disk is full before `room_bytes` are used, because another program also writes to it.
             raise NoRoom from error
         region = Region(path=path, start=0, size_bytes=size_bytes)
-        return replace(layer, region=region, compress="none"), digest.hexdigest()
+        return replace(layer, region=region, compress="none"), sha256
+
+    def _write_layer(self, chunks: Iterator[bytes], file: IO[bytes], allowance: Allowance) -> str:
+        """Write the unpacked bytes of one layer to `file`, and return their sha256.
+
+        Raise NoRoom if all layers together, which `allowance` counts, have more than `room_bytes`.
+        """
+        digest = hashlib.sha256()
+        for chunk in chunks:
+            # Another thread has called `stop` after an error. Nobody reads the result of this call.
+            if self._is_stopped:
+                break
+            self.advance(allowance.unpacked_bytes)
+            if allowance.unpacked_bytes > self.room_bytes:
+                raise NoRoom
+            digest.update(chunk)
+            file.write(chunk)
+        return digest.hexdigest()

@@ -225,6 +225,8 @@ class TarStream:
             header = self._read_header()
         if header is None:
             return None
+        if extended is not _NO_EXTENDED_HEADERS:
+            _refuse_two_names(extended)
         # The body of the member begins at `position`. Some formats store the map of a sparse file (a file
         # with holes) there, which `_read_sparse_map` reads.
         member = _parse_member(header, extended, offset=self.position)
@@ -560,6 +562,14 @@ class Member:
         return {key.removeprefix(XATTR): value for key, value in self.pax.items() if key.startswith(XATTR)}
 
 
+def _refuse_two_names(extended: _ExtendedHeaders) -> None:
+    """Raise ValueError if the extended headers of a member have its name, or its link target, twice."""
+    has_two_names = "path" in extended.pax and extended.gnu_name is not None
+    has_two_targets = "linkpath" in extended.pax and extended.gnu_link is not None
+    if has_two_names or has_two_targets:
+        raise ValueError("a member with two names: readers disagree on which one to use")
+
+
 def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> Member:
     """Return the member that `header` and the `extended` headers before it describe.
 
@@ -570,23 +580,13 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
 
     Raises
     ------
-    ValueError : a field cannot be read, or is ambiguous.
+    ValueError : a field cannot be read.
     """
     pax = extended.pax
-    has_two_names = "path" in pax and extended.gnu_name is not None
-    has_two_targets = "linkpath" in pax and extended.gnu_link is not None
-    if has_two_names or has_two_targets:
-        raise ValueError("a member with two names: readers disagree on which one to use")
     kind = header[_KIND]
     if kind in _REGULAR_KINDS:
         kind = REGULAR
-    # With a wrong size, the bytes of the body would be taken for the next header.
-    if kind in _BODILESS_KINDS:
-        size = 0  # some programs write a size for links, although links have no body
-    elif "size" in pax:
-        size = _parse_decimal(pax["size"])
-    else:
-        size = _parse_count(header[_SIZE])
+    size_bytes = _parse_size(kind, pax, header)
     # "GNU.sparse.name" has priority, because GNU tar writes an invented name into "path" for a sparse file.
     name = pax.get("GNU.sparse.name") or pax.get("path") or extended.gnu_name or _join_ustar_name(header)
     link = pax.get("linkpath") or extended.gnu_link or _cut_at_zero_byte(header[_LINK])
@@ -598,7 +598,7 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
         kind=kind,
         name=_decode_path(name).rstrip("/").removeprefix("./"),
         link=_decode_path(link),
-        size_bytes=size,
+        size_bytes=size_bytes,
         mtime_s=mtime_s,
         mode=_parse_count(header[_MODE]),
         uid=_parse_owner("uid", pax, header[_UID]),
@@ -608,8 +608,21 @@ def _parse_member(header: bytes, extended: _ExtendedHeaders, *, offset: int) -> 
         extended=b"".join(extended.blocks),
         pax=pax,
         offset=offset,
-        content_bytes=size,
+        content_bytes=size_bytes,
     )
+
+
+def _parse_size(kind: bytes, pax: Mapping[str, bytes], header: bytes) -> int:
+    """Return the size of a member's body from the pax record ``size``, or else from the header.
+
+    A link, folder, device or FIFO has no body, although some programs write a size for links. With a wrong
+    size, the bytes of the body would be taken for the next header.
+    """
+    if kind in _BODILESS_KINDS:
+        return 0
+    if "size" in pax:
+        return _parse_decimal(pax["size"])
+    return _parse_count(header[_SIZE])
 
 
 def _parse_number(raw: bytes) -> int:

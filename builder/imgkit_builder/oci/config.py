@@ -58,31 +58,7 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
     CheckFailed : `raw` is not an image configuration, or the image has no layers.
     """
     try:
-        values = json_text.parse(raw)
-        diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
-        if not all(_DIGEST.fullmatch(diff_id) for diff_id in diff_ids):
-            raise ValueError("a layer digest is not a sha256")
-        # These names are later written to other files, and the image may be of unknown origin.
-        os = values.get("os") or ""
-        arch = values["architecture"]
-        if not _NAME.fullmatch(arch) or (os and not _NAME.fullmatch(os)):
-            raise ValueError("its architecture or operating system is not one word")
-        # Some tools write null for an empty value.
-        settings = values.get("config") or {}
-        labels = dict(settings.get("Labels") or {})
-        config = ImageConfig(
-            image_id=image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}",
-            raw=raw,
-            os=os,
-            arch=arch,
-            diff_ids=diff_ids,
-            labels={str(name): str(value) for name, value in labels.items()},
-            created=str(values.get("created") or ""),
-            env=tuple(_split_variable(text) for text in settings.get("Env") or ()),
-            entrypoint=_texts(settings.get("Entrypoint")),
-            cmd=_texts(settings.get("Cmd")),
-            workdir=str(settings.get("WorkingDir") or ""),
-        )
+        config = _read_config(raw, image_id or f"sha256:{hashlib.sha256(raw).hexdigest()}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckFailed(f"its image configuration cannot be read: {error!r}", where=where) from error
     if not config.diff_ids:
@@ -92,6 +68,38 @@ def parse_config(raw: bytes, *, where: str, image_id: str | None = None) -> Imag
             hint="save it again with another release of docker, or convert the image on the build host",
         )
     return config
+
+
+def _read_config(raw: bytes, image_id: str) -> ImageConfig:
+    """Return the fields of the JSON document `raw`, which may have any structure.
+
+    If `raw` is not an image configuration, the error is a ValueError, KeyError, TypeError or AttributeError.
+    """
+    values = json_text.parse(raw)
+    diff_ids = tuple(values["rootfs"]["diff_ids"] or ())
+    if not all(_DIGEST.fullmatch(diff_id) for diff_id in diff_ids):
+        raise ValueError("a layer digest is not a sha256")
+    # These names are later written to other files, and the image may be of unknown origin.
+    os = values.get("os") or ""
+    arch = values["architecture"]
+    if not _NAME.fullmatch(arch) or (os and not _NAME.fullmatch(os)):
+        raise ValueError("its architecture or operating system is not one word")
+    # Some tools write null for an empty value.
+    settings = values.get("config") or {}
+    labels = dict(settings.get("Labels") or {})
+    return ImageConfig(
+        image_id=image_id,
+        raw=raw,
+        os=os,
+        arch=arch,
+        diff_ids=diff_ids,
+        labels={str(name): str(value) for name, value in labels.items()},
+        created=str(values.get("created") or ""),
+        env=tuple(_split_variable(variable) for variable in settings.get("Env") or ()),
+        entrypoint=_texts(settings.get("Entrypoint")),
+        cmd=_texts(settings.get("Cmd")),
+        workdir=str(settings.get("WorkingDir") or ""),
+    )
 
 
 def _split_variable(text: str) -> tuple[str, str | None]:

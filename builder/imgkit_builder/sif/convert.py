@@ -103,11 +103,10 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
     CheckFailed : there is too little space, the source is damaged, or the result differs from the image.
     """
     target = target.absolute()
-    format = FORMATS[options.format]
     check_target(target, force=options.force, format=options.format)
     plan = make_plan(source, options)
     # None for a stream or a compressed archive: its configuration is known only after it was unpacked to
-    # disk, see below.
+    # disk, in `_run_conversion`.
     config = entries.peek_config(source)
     if config is not None:
         existing = _find_existing(target, config, plan, options)
@@ -125,43 +124,66 @@ def convert(source: Source, target: Path, options: Options, report: Reporter) ->
         job = ConversionJob(
             tool=plan.tool, options=options, compression=plan.compression, work=work, clock=clock, log=log
         )
-        with files.flush_in_background(work.new_file):
-            with entries.open_source(
-                source,
-                work.folder,
-                clock,
-                exports=plan.method == "export",
-                unpack_limit_bytes=options.unpack_limit_bytes,
-            ) as image:
-                if config is None:
-                    # The source was unpacked to disk, so its configuration is known only now.
-                    existing = _find_existing(target, image.config, plan, options)
-                    if existing is not None:
-                        return existing
-                _note_foreign_arch(image.config.arch, job)
-                # The end of this block removes the unpacked copy of a stream or compressed archive. The
-                # runtime starts after the block, because it needs the space for its own copies.
-                facts = None
-                layer_bytes = 0
-                if plan.squasher:
-                    facts = _squash_image(image, target, job, plan)
-                else:
-                    layer_bytes = runtime_build.write_oci_folder(image, job).layer_bytes
+        return _run_conversion(source, target, job, plan, is_compared=config is not None)
+
+
+def _run_conversion(
+    source: Source, target: Path, job: ConversionJob, plan: ConversionPlan, *, is_compared: bool
+) -> Converted:
+    """Write the new file, check it, and rename it to `target`.
+
+    If `is_compared` is False, an existing `target` is compared with the image first, and kept if it matches.
+    """
+    clock = job.clock
+    new_file = job.work.new_file
+    with files.flush_in_background(new_file):
+        with entries.open_source(
+            source,
+            job.work.folder,
+            clock,
+            exports=plan.method == "export",
+            unpack_limit_bytes=job.options.unpack_limit_bytes,
+        ) as image:
+            if not is_compared:
+                existing = _find_existing(target, image.config, plan, job.options)
+                if existing is not None:
+                    return existing
+            _note_foreign_arch(image.config.arch, job)
+            # The end of this block removes the unpacked copy of a stream or compressed archive. The runtime
+            # starts after the block, because it needs the space for its own copies.
+            facts = None
+            layer_bytes = 0
             if plan.squasher:
-                format.complete(work.new_file, image.config)
+                facts = _squash_image(image, job, plan)
             else:
-                assert plan.tool is not None  # noqa: S101 - for the type checker: there is no squasher
-                runtime_build.run_build(job, plan.tool, image.name)
-            clock.stage("check")
-            # Add the record before the test run, so that the tested file is exactly the file that the user
-            # gets.
-            record = _make_record(image, plan, facts)
-            record, checksum = format.put_record(work.new_file, record, clock.advance)
-        _check_result(image.config, layer_bytes, job, plan)
-        clock.stage("make durable")
-        _publish(work.new_file, target, checksum)
-        clock.finish()
-    return _make_result(target, options, image.config, record, tuple(clock.stages), Path(log.name))
+                layer_bytes = runtime_build.write_oci_folder(image, job).layer_bytes
+        record, checksum = _complete_file(image, facts, job, plan)
+    _check_result(image.config, layer_bytes, job, plan)
+    clock.stage("make durable")
+    _publish(new_file, target, checksum)
+    clock.finish()
+    return _make_result(target, job.options, image.config, record, tuple(clock.stages), Path(job.log.name))
+
+
+def _complete_file(
+    image: OpenImage, facts: BakedFacts | None, job: ConversionJob, plan: ConversionPlan
+) -> tuple[ImgkitRecord, str]:
+    """Complete the squashfs, or let the runtime build the file, and add imgkit's record to the new file.
+
+    `facts` are what imgkit and pip recorded in the image, or None if a runtime builds the file. Return the
+    record, and the checksum of the file or ``""``, as `Format.put_record` does.
+    """
+    format = FORMATS[job.options.format]
+    new_file = job.work.new_file
+    if plan.squasher:
+        format.complete(new_file, image.config)
+    else:
+        assert plan.tool is not None  # noqa: S101 - for the type checker: there is no squasher
+        runtime_build.run_build(job, plan.tool, image.name)
+    job.clock.stage("check")
+    # Add the record before the test run, so that the tested file is exactly the file that the user gets.
+    record = _make_record(image, plan, facts)
+    return format.put_record(new_file, record, job.clock.advance)
 
 
 def _note_foreign_arch(arch: str, job: ConversionJob) -> None:
@@ -209,11 +231,10 @@ def _publish(new_file: Path, target: Path, checksum: str) -> None:
     files.write_file(sidecar.sha256_path(target), f"{checksum}  {target.name}\n")
 
 
-def _squash_image(image: OpenImage, target: Path, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
+def _squash_image(image: OpenImage, job: ConversionJob, plan: ConversionPlan) -> BakedFacts:
     """Write the squashfs of `image` with `plan.squasher` into the new file of `job`.
 
-    In a .sif, free space for the header is left before the squashfs. A .sqsh has no header. The new file is
-    renamed to `target` later. Here, `target` only tells on which disk it is.
+    In a .sif, free space for the header is left before the squashfs. A .sqsh has no header.
 
     Returns
     -------
@@ -223,8 +244,7 @@ def _squash_image(image: OpenImage, target: Path, job: ConversionJob, plan: Conv
     assert plan.squasher is not None  # noqa: S101 - for the type checker: the caller has checked it
     config = image.config
     collector = BakedFactsCollector()
-    temporary_base = job.work.folder.parent
-    spool_bytes = _compute_spool_limit(image, target, temporary_base, plan)
+    spool_bytes = _compute_spool_limit(image, job, plan)
     with file_entries(image, job, spool_bytes=spool_bytes) as stream:
         squash.write(
             collector.observe(stream),
@@ -389,14 +409,29 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
     try:
         squasher = squash.choose()
     except ToolMissing as error:
-        hint = squash.INSTALL
-        if isinstance(source, EngineImage):
-            hint += "\nor convert on the cluster: imgkit save IMAGE here, imgkit sif IMAGE.tar there"
-        if options.writer == "auto" and format.is_started_here:
-            return _plan_runtime(options, error.what, install_hint=hint)
-        if format.is_started_here:
-            hint += "\nor let a runtime build: --writer runtime"
-        raise ToolMissing(error.what, hint=hint) from error
+        return _plan_without_mksquashfs(source, options, error)
+    return _plan_squash(source, options, squasher)
+
+
+def _plan_without_mksquashfs(source: Source, options: Options, error: ToolMissing) -> ConversionPlan:
+    """Return a plan in which a runtime builds the file. `error` says why mksquashfs cannot be used.
+
+    Raise ToolMissing if there is no runtime for the format, or if the user wants imgkit to write the file.
+    """
+    is_written_by_runtimes = FORMATS[options.format].is_started_here
+    hint = squash.INSTALL
+    if isinstance(source, EngineImage):
+        hint += "\nor convert on the cluster: imgkit save IMAGE here, imgkit sif IMAGE.tar there"
+    if options.writer == "auto" and is_written_by_runtimes:
+        return _plan_runtime(options, error.what, install_hint=hint)
+    if is_written_by_runtimes:
+        hint += "\nor let a runtime build: --writer runtime"
+    raise ToolMissing(error.what, hint=hint) from error
+
+
+def _plan_squash(source: Source, options: Options, squasher: Squasher) -> ConversionPlan:
+    """Return a plan in which imgkit writes the file with `squasher`."""
+    format = FORMATS[options.format]
     requested = options.compression
     if requested == "auto":
         requested = format.default_compression
@@ -410,7 +445,7 @@ def make_plan(source: Source, options: Options) -> ConversionPlan:
         notes.append(f"the engine's export is written straight into the .{format.name}")
     if squasher.note:
         notes.append(squasher.note)
-    tool = None
+    tool = None  # the runtime that tests the file
     if options.test and format.is_started_here:
         tool = runtime_if_any(options.runtime)
     return ConversionPlan(
@@ -524,8 +559,8 @@ def _check_space(source: Source, target: Path, temporary_base: Path, plan: Conve
     check_space(image_bytes, temporary_bytes, target, temporary_base)
 
 
-def _compute_spool_limit(image: OpenImage, target: Path, temporary_base: Path, plan: ConversionPlan) -> int:
-    """Return how many bytes of unpacked layers may be written to the folder `temporary_base`.
+def _compute_spool_limit(image: OpenImage, job: ConversionJob, plan: ConversionPlan) -> int:
+    """Return how many bytes of unpacked layers may be written to the temporary folder of `job`.
 
     imgkit reads each layer twice: once for its headers and digest, and once for its files. If unpacked
     layers are on disk, they need to be unpacked only once. If they would probably not fit, the result is 0.
@@ -537,8 +572,9 @@ def _compute_spool_limit(image: OpenImage, target: Path, temporary_base: Path, p
     # This is an estimate. The true size is known only after unpacking.
     unpacked_bytes = int(packed_bytes * entries.UNPACKED_FACTOR)
     unpacked_image_bytes = image.size_bytes - packed_bytes + unpacked_bytes
+    temporary_base = job.work.folder.parent
     # What the conversion itself needs is already subtracted.
-    free_bytes = spare_bytes(unpacked_image_bytes, plan.disk_share, target, temporary_base)
+    free_bytes = spare_bytes(unpacked_image_bytes, plan.disk_share, job.work.new_file, temporary_base)
     if free_bytes < unpacked_bytes:
         return 0
     return free_bytes

@@ -102,7 +102,26 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
     ------
     ToolMissing : no runtime was found, or the program is neither Singularity nor Apptainer.
     """
-    names = (command,) if command else COMMANDS
+    path = _find_program((command,) if command else COMMANDS, module_hint)
+    flavour, version = _ask_version(path, module_hint)
+    # Only some versions have these options. The help shows which ones.
+    build_help = _run_and_capture(path, "build", "--help").output
+    return RuntimeTool(
+        path=path,
+        flavour=flavour,
+        version=version,
+        capabilities=Capabilities(
+            mksquashfs_args="--mksquashfs-args" in build_help,
+            disable_cache="--disable-cache" in build_help,
+        ),
+    )
+
+
+def _find_program(names: tuple[str, ...], module_hint: str | None) -> Path:
+    """Return the path of the first of the programs `names` that is on PATH.
+
+    If there is none, raise ToolMissing with `module_hint`, or with a general hint if that is None.
+    """
     programs = [program for program in map(shutil.which, names) if program]
     if not programs:
         load_command = module_hint or "module avail singularity apptainer   (then: module load ...)"
@@ -111,29 +130,26 @@ def find_runtime(command: str | None = None, *, module_hint: str | None = None) 
             hint=f"on a cluster: {load_command}; elsewhere: https://apptainer.org/docs/admin/latest/installation.html",
         )
     # `absolute` does not resolve links: Apptainer may find its own files by the path that starts it.
-    path = Path(programs[0]).absolute()
+    return Path(programs[0]).absolute()
+
+
+def _ask_version(path: Path, module_hint: str | None) -> tuple[str, str]:
+    """Return the flavour of the runtime `path` and its version: ``("apptainer", "1.4.5")``.
+
+    If it is no runtime, raise ToolMissing with `module_hint`, or with a general hint if that is None.
+    """
     version_result = _run_and_capture(path, "--version")
     output = version_result.output.strip()
     match = _FLAVOUR.match(output)
-    if version_result.returncode != 0 or match is None:
-        # Debian's package "singularity" is a game, so the message shows what the program printed.
-        first_line = "(no output)"
-        if output:
-            first_line = output.splitlines()[0]
-        raise ToolMissing(
-            f"{path} is not Singularity 3.x or Apptainer: its --version prints {first_line!r}",
-            hint=module_hint or "choose another: --runtime-command COMMAND",
-        )
-    # Only some versions have these options. The help shows which ones.
-    build_help = _run_and_capture(path, "build", "--help").output
-    return RuntimeTool(
-        path=path,
-        flavour=match[1].lower(),
-        version=match[2],
-        capabilities=Capabilities(
-            mksquashfs_args="--mksquashfs-args" in build_help,
-            disable_cache="--disable-cache" in build_help,
-        ),
+    if version_result.returncode == 0 and match is not None:
+        return match[1].lower(), match[2]
+    # Debian's package "singularity" is a game, so the message shows what the program printed.
+    first_line = "(no output)"
+    if output:
+        first_line = output.splitlines()[0]
+    raise ToolMissing(
+        f"{path} is not Singularity 3.x or Apptainer: its --version prints {first_line!r}",
+        hint=module_hint or "choose another: --runtime-command COMMAND",
     )
 
 

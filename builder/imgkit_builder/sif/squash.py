@@ -580,32 +580,16 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
     ------
     ToolFailed : mksquashfs failed, or printed a line that is not known to be harmless.
     """
-    # mksquashfs refuses the option -mkfs-time if this variable is set.
-    env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
     with tempfile.TemporaryFile() as messages:
-        process = subprocess.Popen(
-            bound_to_parent(argv),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL if only_errors else messages,
-            stderr=messages,
-            bufsize=_PIPE_BYTES,
-            env=env,
-            # With a session of its own, the program does not receive Ctrl-C. imgkit receives it, kills the
-            # program and removes its file.
-            start_new_session=True,
-        )
-        assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
-        # A larger pipe is faster. It may exceed the user's limit, or the system may not be Linux.
-        with contextlib.suppress(OSError, AttributeError):
-            fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-        is_pipe_broken = False
+        process = _start_mksquashfs(argv, messages, only_errors=only_errors)
+        assert process.stdin is not None  # noqa: S101 - for the type checker: it is a pipe
+        is_input_complete = False
         try:
-            try:
+            # The pipe breaks if the program ends early. Its exit code and its messages say why.
+            with contextlib.suppress(BrokenPipeError):
                 yield process.stdin
                 process.stdin.close()
-            except BrokenPipeError:
-                # The program has ended early. Its exit code and messages, which are read below, say why.
-                is_pipe_broken = True
+                is_input_complete = True
             code = process.wait()
         except BaseException:
             process.kill()
@@ -617,23 +601,53 @@ def running(argv: Sequence[str], job: ConversionJob, *, only_errors: bool = Fals
         messages.seek(0)
         output = messages.read().decode("utf-8", "replace").strip()
     job.log.write(output + "\n")
-    is_harmless = True
     for line in output.splitlines():
         job.clock.line(line)
-        if not _HARMLESS.match(line):
-            is_harmless = False
-    has_failed = code != 0 or is_pipe_broken
-    if is_harmless and not has_failed:
-        return
-    job.log.flush()  # the message below names the log
-    problem = "printed something unexpected"
-    if has_failed:
-        problem = f"failed with exit code {code}"
+    if code != 0 or not is_input_complete:
+        raise _mksquashfs_error(f"failed with exit code {code}", code, output, job)
+    is_harmless = all(_HARMLESS.match(line) for line in output.splitlines())
+    if not is_harmless:
+        raise _mksquashfs_error("printed something unexpected", code, output, job)
+
+
+def _start_mksquashfs(
+    argv: Sequence[str], messages: IO[bytes], *, only_errors: bool
+) -> subprocess.Popen[bytes]:
+    """Start mksquashfs with a pipe as its standard input. It writes its output to the file `messages`.
+
+    If `only_errors` is true, its standard output is dropped, and the file receives only its standard error.
+    """
+    # mksquashfs refuses the option -mkfs-time if this variable is set.
+    env = {name: value for name, value in os.environ.items() if name != "SOURCE_DATE_EPOCH"}
+    process = subprocess.Popen(
+        bound_to_parent(argv),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL if only_errors else messages,
+        stderr=messages,
+        bufsize=_PIPE_BYTES,
+        env=env,
+        # With a session of its own, the program does not receive Ctrl-C. imgkit receives it, kills the
+        # program and removes its file.
+        start_new_session=True,
+    )
+    assert process.stdin is not None  # noqa: S101 - for the type checker: stdin=PIPE
+    # A larger pipe is faster. It may exceed the user's limit, or the system may not be Linux.
+    with contextlib.suppress(OSError, AttributeError):
+        fcntl.fcntl(process.stdin, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    return process
+
+
+def _mksquashfs_error(problem: str, code: int, output: str, job: ConversionJob) -> ToolFailed:
+    """Return the error for a run of mksquashfs, which quotes the last lines of its output.
+
+    `problem` says what is wrong with the run, such as ``failed with exit code 1``.
+    """
     # The kernel sends SIGXFSZ to a program that exceeds the limit of the user for the size of a file.
     if code == -signal.SIGXFSZ:
         problem += ": file too large, see ulimit -f"
+    job.log.flush()  # the user reads the log, which the hint names
     tail = "\n".join(last_lines(output))
-    raise ToolFailed(
+    return ToolFailed(
         f"mksquashfs {problem}",
         hint=f"its last lines:\n{tail}\nthe full log: {job.log.name}{kill_hint(code)}",
     )
