@@ -91,10 +91,7 @@ def verb_scaling(
         if folder is None:
             folder = _submit_jobs(planned, transport, report)
         command = f"imgkit scaling --continue {shlex.quote(str(folder))}"
-        if options.detach:
-            result = scaling.load_report(folder)
-        else:
-            result = _finish_report(folder, command, report)
+        result = scaling.load_report(folder) if options.detach else _finish_report(folder, command, report)
     data = {**dataclasses.asdict(result), "folder": str(folder)}
     if options.detach:
         print_result(data, str(folder), as_json=options.as_json)
