@@ -62,6 +62,11 @@ def choose_fabric(
         # Messages name the partition only if the recipe has settings for it.
         partition=partition if partition_env else "",
     )
+    return _decide_variables(plan)
+
+
+def _decide_variables(plan: FabricPlanBuilder) -> FabricPlan:
+    """Decide all network variables of a node, and return the plan with the decisions."""
     fabric = _select_fabric(plan)
     plan.kind = fabric.kind
     # The order matters: the next call stores the host's libraries in `plan.links`. `check_plugin` and the
@@ -178,19 +183,26 @@ def _configure_slingshot(plan: FabricPlanBuilder) -> Carriers:
             f"report the node to the site with the output of: ip link show {interface.name}",
         )
     nics = plan.facts.cxi
-    names = tuple(nic.name for nic in nics)
-    # Each NIC normally has one hsn interface.
-    if len(used) + len(down) != len(nics):
-        # The rate cannot be added up by interface: a container with its own network namespace does not show
-        # the hsn interfaces, although the NICs work.
-        return Carriers(names, slingshot.NIC_Gbps * len(nics))
-    rate_Gbps = 0.0
-    for interface in used:
-        if interface.speed_Mbps is None:  # the kernel does not report the speed
-            rate_Gbps += slingshot.NIC_Gbps
+    rate_Gbps = slingshot.NIC_Gbps * len(nics)
+    # Each NIC normally has one hsn interface. If not, the rate cannot be added up by interface: a container
+    # with its own network namespace does not show the hsn interfaces, although the NICs work.
+    if len(used) + len(down) == len(nics):
+        rate_Gbps = _add_up_rates_Gbps(used)
+    return Carriers(tuple(nic.name for nic in nics), rate_Gbps)
+
+
+def _add_up_rates_Gbps(interfaces: Sequence[Interface]) -> float:
+    """Return the total rate of Slingshot's `interfaces` in Gbit/s.
+
+    If the kernel does not report the speed of an interface, the rate of a Slingshot NIC is assumed.
+    """
+    total_Gbps = 0.0
+    for interface in interfaces:
+        if interface.speed_Mbps is None:
+            total_Gbps += slingshot.NIC_Gbps
         else:
-            rate_Gbps += interface.speed_Mbps / 1000
-    return Carriers(names, rate_Gbps)
+            total_Gbps += interface.speed_Mbps / 1000
+    return total_Gbps
 
 
 def _set_slingshot_interfaces(plan: FabricPlanBuilder, interfaces: Sequence[Interface]) -> None:
@@ -330,25 +342,37 @@ def _compare_with_recipe(plan: FabricPlanBuilder, reason: str, rate_Gbps: float 
     if expected.kind == "tcp":  # every node can use TCP, so no node can be worse than that
         return
     if plan.kind != expected.kind:
-        problem = f"the recipe says {expected.kind}, but this machine has {plan.kind} ({reason})"
-        if plan.kind == "tcp" and plan.has_several_nodes and plan.facts.gpus:
-            # This node would use TCP while the other nodes use the fabric, so NCCL would fail or hang.
-            plan.add_blocker(problem, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
-        else:
-            fix = (
-                "correct system.fabric.kind in the recipe, or repair what /sys/class/infiniband and cxi lack"
-            )
-            plan.add_warning(problem, fix)
+        _report_other_fabric(plan, reason)
     elif rate_Gbps is not None and expected.line_rate_Gbps and rate_Gbps < expected.line_rate_Gbps:
-        used = ", ".join(f"{port.name} {port.rate}" for port in ports.ports_in_use(plan)) or "no RDMA port"
-        # A decision about a port has the port's name as its value, such as "mlx5_0:1". If such a decision is
-        # not used, NCCL does not use the port.
-        unused = ", ".join(
-            decision.value for decision in plan.decisions if not decision.used and ":" in decision.value
-        )
-        if unused:
-            used += f"; left out: {unused}"
         plan.add_warning(
-            f"this node has {rate_Gbps:g} of its {expected.line_rate_Gbps} Gbit/s: {used}",
+            f"this node has {rate_Gbps:g} of its {expected.line_rate_Gbps} Gbit/s: {_describe_ports(plan)}",
             "report the node to the site with the output of ibstat",
         )
+
+
+def _report_other_fabric(plan: FabricPlanBuilder, reason: str) -> None:
+    """Block a run on several nodes, or warn, because the recipe expects another fabric than this node has.
+
+    `reason` is the evidence for the fabric of this node.
+    """
+    problem = f"the recipe says {plan.system.fabric.kind}, but this machine has {plan.kind} ({reason})"
+    if plan.kind == "tcp" and plan.has_several_nodes and plan.facts.gpus:
+        # This node would use TCP while the other nodes use the fabric, so NCCL would fail or hang.
+        plan.add_blocker(problem, "repair the node, or use TCP on all nodes: NCCL_IB_DISABLE=1")
+        return
+    fix = "correct system.fabric.kind in the recipe, or repair what /sys/class/infiniband and cxi lack"
+    plan.add_warning(problem, fix)
+
+
+def _describe_ports(plan: FabricPlanBuilder) -> str:
+    """Return the RDMA ports that NCCL uses, with their rates, and the ports that it leaves out.
+
+    For example ``mlx5_0:1 200 Gb/sec (2X NDR); left out: mlx5_1:1``.
+    """
+    used = ", ".join(f"{port.name} {port.rate}" for port in ports.ports_in_use(plan)) or "no RDMA port"
+    # A decision about a port has the port's name as its value, such as "mlx5_0:1". If such a decision is not
+    # used, NCCL does not use the port.
+    unused = [decision.value for decision in plan.decisions if not decision.used and ":" in decision.value]
+    if unused:
+        used += f"; left out: {', '.join(unused)}"
+    return used

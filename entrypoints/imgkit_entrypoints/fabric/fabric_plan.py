@@ -403,9 +403,8 @@ class FabricPlanBuilder:
             preset = self.preset(setting.name)
             if setting.name in decided or preset is None:
                 continue
-            if (
-                preset.is_from_conf_file
-            ):  # otherwise the environment has another value, which overrides the file
+            # Otherwise the environment has another value, which overrides the file.
+            if preset.is_from_conf_file:
                 self._keep_preset(setting.name, preset, preset.source)
 
     def build(self, reason: str, carriers: Carriers, issues: tuple[IssueResult, ...]) -> FabricPlan:

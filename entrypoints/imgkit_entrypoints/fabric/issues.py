@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from imgkit_entrypoints import cuda_drivers, known_issues
 from imgkit_entrypoints.fabric import library_path, plugin
@@ -65,67 +66,87 @@ def _find_variable_value(plan: FabricPlanBuilder, name: str) -> Value:
     return Value(worker_value, evidence, is_requested=plan.requested_preset(name) is not None)
 
 
+class _Fact(NamedTuple):
+    """A fact about a node, with its source for messages."""
+
+    text: str
+    """The value of the fact, or "" if it is unknown."""
+    source: str = ""
+    """What shows the value, such as a file or a variable, or "" if messages do not name it."""
+
+
 def _collect_node_facts(plan: FabricPlanBuilder) -> Mapping[str, Value]:
     """Return the values of all facts that conditions of known issues can test, by name.
 
     The value of an unknown fact is "".
     """
+    facts_by_name = {**_list_system_facts(plan), **_list_network_library_facts(plan)}
+    node_facts = {}
+    for name in FACTS:
+        fact = facts_by_name.get(name, _Fact(""))
+        node_facts[name] = Value(fact.text, _quote_fact(name, fact))
+    return node_facts
+
+
+def _list_system_facts(plan: FabricPlanBuilder) -> Mapping[str, _Fact]:
+    """Return the facts about the hardware, the job and the software of a node, except network libraries."""
     facts, env = plan.facts, plan.env
     # CUDA_VERSION is a variable of NVIDIA's base images.
     cuda = facts.torch_cuda or env.get("CUDA_VERSION", "")
     # Slurm writes the tasks per node of the job step as "4(x2),3". The number for the first node is enough.
     tasks = re.match(r"[0-9]{1,9}", env.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    fact_texts = {
-        **dict.fromkeys(FACTS, ""),
-        "arch": facts.arch,
-        "cuda": cuda,
-        "cuda_compat": _describe_compat(plan),
-        "cuda_driver": str(cuda_drivers.first_driver(cuda) or ""),
-        "driver": facts.driver_version,
-        "fabric": plan.kind,
-        "gpu": plan.system.node.gpu_model,
-        "gpus": str(facts.gpus),
-        "image_nccl": facts.image_nccl,
-        "kernel": facts.kernel,
-        "libcudart": "present" if facts.library("libcudart.so") else "absent",
-        "nccl": facts.nccl_version,
-        "nccl_of": facts.nccl_of,
-        "nodes": str(plan.nnodes),
-        "numa_calls": "refused" if facts.numa_fault else "allowed",
-        "tasks": tasks[0] if tasks else "",
-        "torch": facts.torch_version,
-        "ucx": env.get("OPENUCX_VERSION", ""),
+    return {
+        "arch": _Fact(facts.arch),
+        "cuda": _Fact(cuda),
+        "cuda_compat": _Fact(_describe_compat(plan)),
+        "cuda_driver": _Fact(str(cuda_drivers.first_driver(cuda) or ""), cuda),
+        "driver": _Fact(facts.driver_version),
+        "fabric": _Fact(plan.kind),
+        "gpu": _find_gpu_models(plan),
+        "gpus": _Fact(str(facts.gpus)),
+        "image_nccl": _Fact(facts.image_nccl),
+        "kernel": _Fact(facts.kernel),
+        "libcudart": _Fact("present" if facts.library("libcudart.so") else "absent"),
+        "nccl": _Fact(facts.nccl_version, facts.nccl_source),
+        "nccl_of": _Fact(facts.nccl_of),
+        "nodes": _Fact(str(plan.nnodes)),
+        "numa_calls": _Fact("refused" if facts.numa_fault else "allowed", facts.numa_fault),
+        "tasks": _Fact(tasks[0] if tasks else ""),
+        "torch": _Fact(facts.torch_version),
+        "ucx": _Fact(env.get("OPENUCX_VERSION", ""), "OPENUCX_VERSION"),
     }
-    # The evidence for a value, such as the path of the file that shows it.
-    evidence_by_fact = {
-        "cuda_driver": cuda,
-        "gpu": "the recipe",
-        "nccl": facts.nccl_source,
-        "numa_calls": facts.numa_fault,
-        "ucx": "OPENUCX_VERSION",
-    }
-    if facts.gpu_devices:
-        # The dict keeps each model once, in the order of the devices.
-        fact_texts["gpu"] = ", ".join({device.model: None for device in facts.gpu_devices})
-        evidence_by_fact["gpu"] = f"/proc/driver/nvidia/gpus/{facts.gpu_devices[0].address}/information"
+
+
+def _find_gpu_models(plan: FabricPlanBuilder) -> _Fact:
+    """Return the models of the node's GPUs, each once, or the recipe's model if the driver shows no GPU."""
+    devices = plan.facts.gpu_devices
+    if not devices:
+        return _Fact(plan.system.node.gpu_model, "the recipe")
+    models = dict.fromkeys(device.model for device in devices)  # in the order of the devices
+    return _Fact(", ".join(models), f"/proc/driver/nvidia/gpus/{devices[0].address}/information")
+
+
+def _list_network_library_facts(plan: FabricPlanBuilder) -> Mapping[str, _Fact]:
+    """Return the facts about NCCL's network plug-in and libfabric, by name.
+
+    A library that workers cannot load has no facts.
+    """
+    library_facts = {}
     net_plugin = _find_net_plugin(plan)
     if net_plugin:
-        fact_texts["aws_ofi_nccl"], fact_texts["plugin_opens"] = net_plugin.version, net_plugin.opens
-        evidence_by_fact["aws_ofi_nccl"] = evidence_by_fact["plugin_opens"] = net_plugin.path
+        library_facts["aws_ofi_nccl"] = _Fact(net_plugin.version, net_plugin.path)
+        library_facts["plugin_opens"] = _Fact(net_plugin.opens, net_plugin.path)
     libfabric = _find_library(plan, "libfabric.so.1")
     if libfabric:
-        fact_texts["libfabric"], evidence_by_fact["libfabric"] = libfabric.version, libfabric.path
-    node_facts = {}
-    for name, fact_text in fact_texts.items():
-        node_facts[name] = Value(fact_text, _quote_fact(name, fact_text, evidence_by_fact.get(name, "")))
-    return node_facts
+        library_facts["libfabric"] = _Fact(libfabric.version, libfabric.path)
+    return library_facts
 
 
-def _quote_fact(name: str, text: str, source: str) -> str:
-    """Return a fact with its evidence for a message: ``NCCL 2.20.5 (/usr/lib/libnccl.so.2 -> ...)``."""
-    if text and source:
-        return f"{FACTS[name]} {text} ({source})"
-    return f"{FACTS[name]} {text or 'unknown'}"
+def _quote_fact(name: str, fact: _Fact) -> str:
+    """Return a fact with its source for a message: ``NCCL 2.20.5 (/usr/lib/libnccl.so.2 -> ...)``."""
+    if fact.text and fact.source:
+        return f"{FACTS[name]} {fact.text} ({fact.source})"
+    return f"{FACTS[name]} {fact.text or 'unknown'}"
 
 
 def _find_net_plugin(plan: FabricPlanBuilder) -> Library | Candidate | None:

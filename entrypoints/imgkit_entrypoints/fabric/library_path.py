@@ -132,6 +132,23 @@ def _choose_host_libraries(plan: FabricPlanBuilder) -> dict[str, str]:
         plan.add_warning(problem, f"start the job with imgkit run, or the container with --bind {binds}")
         return {}
     check = _LoadCheck(libraries, user_folders=_split_library_path(plan).user)
+    _report_unused_libraries(plan, check, source)
+    selected = check.select_libraries()
+    for name, library in selected.items():
+        plan.add_decision(name, library.path, check.evidence(library), used=True)
+    links = {name: library.target for name, library in selected.items()}
+    # NCCL opens the plug-in as libnccl-net.so, but some hosts have it only as libnccl-net-ofi.so. So the
+    # first name is linked to the file with the second.
+    if _OFI_PLUGIN in selected and _DEFAULT_PLUGIN not in check.host:
+        links[_DEFAULT_PLUGIN] = selected[_OFI_PLUGIN].target
+    return links
+
+
+def _report_unused_libraries(plan: FabricPlanBuilder, check: _LoadCheck, source: str) -> None:
+    """Report each of the host's fabric libraries that is not used, or that the host has none of them.
+
+    `source` is the setting that requests the host's libraries.
+    """
     names = [name for name in FABRIC_LIBRARIES if name in check.host]
     if not names:
         problem = f"the host has none of {', '.join(FABRIC_LIBRARIES)} in {HOST}: {source}"
@@ -147,15 +164,6 @@ def _choose_host_libraries(plan: FabricPlanBuilder) -> dict[str, str]:
         load_problem = check.problem(name)
         if load_problem:
             _report_unloadable(plan, check, name, load_problem)
-    selected = check.select_libraries()
-    for name, library in selected.items():
-        plan.add_decision(name, library.path, check.evidence(library), used=True)
-    links = {name: library.target for name, library in selected.items()}
-    # NCCL opens the plug-in as libnccl-net.so, but some hosts have it only as libnccl-net-ofi.so. So the
-    # first name is linked to the file with the second.
-    if _OFI_PLUGIN in selected and _DEFAULT_PLUGIN not in check.host:
-        links[_DEFAULT_PLUGIN] = selected[_OFI_PLUGIN].target
-    return links
 
 
 def _report_unloadable(plan: FabricPlanBuilder, check: _LoadCheck, name: str, problem: LoadProblem) -> None:
@@ -250,7 +258,8 @@ class _LoadCheck:
         image's file of the same name offers. All libraries that it needs must be available, too.
         """
         # `object` has the names and versions that were read from a file, or is None if that failed.
-        shared, libc = library.object, self.image.get("libc.so.6")
+        shared = library.object
+        libc = self.image.get("libc.so.6")
         if shared is None:
             return LoadProblem(f"of the host {library.fault} ({library.path})")
         if libc is None or libc.object is None:
@@ -494,13 +503,21 @@ def _judge_compat(
     library = re.search(r"libcuda\.so\.([0-9]{3,5}(?:\.[0-9]{1,5}){1,2})$", compat.target)
     if library and _parse_version(library[1]) <= versions.driver:
         return False, f"{comparison}, but its {compat.target} is not newer than the driver"
-    # NVIDIA supports forward compatibility only on data-center GPUs.
     models = sorted({gpu.model for gpu in facts.gpu_devices})
-    requirement = "forward compatibility is for data-centre GPUs"
+    gpu_problem = _find_gpu_problem(models)
+    if gpu_problem:
+        return False, f"{comparison}, but forward compatibility is for data-centre GPUs, and {gpu_problem}"
+    return True, f"{comparison}; {', '.join(models)} is a data-centre GPU"
+
+
+def _find_gpu_problem(models: Sequence[str]) -> str:
+    """Return why CUDA's forward compatibility cannot be used with GPUs of these models, or "" if it can.
+
+    NVIDIA supports forward compatibility only on data-center GPUs.
+    """
     if not models:
-        return False, f"{comparison}, but {requirement}, and the driver shows no GPU"
+        return "the driver shows no GPU"
     for model in models:
         if not cuda_drivers.is_data_centre_gpu(model):
-            name = model or "a GPU without a name"
-            return False, f"{comparison}, but {requirement}, and {name} is none"
-    return True, f"{comparison}; {', '.join(models)} is a data-centre GPU"
+            return f"{model or 'a GPU without a name'} is none"
+    return ""

@@ -152,29 +152,36 @@ def _check_gid_index(plan: FabricPlanBuilder) -> Findings:
     # A preset is a value that the user, the recipe or the image has set. imgkit's own values are right.
     if preset is None or preset.value == "" or plan.kind not in ("infiniband", "roce"):
         return
-    description, unset = plan.describe(ports.GID_INDEX), plan.unset_hint(ports.GID_INDEX)
-    used = ports.ports_in_use(plan)
     if not _C_NUMBER.fullmatch(preset.value):
-        # NCCL reads the number at the beginning, and 0 if there is none. For example, a script that reads the
-        # wrong file may set the value "RoCE v2", which NCCL takes for index 0.
-        leading_number = re.match(r"\s*[-+]?\d+", preset.value)
-        index_read = int(leading_number[0]) if leading_number else 0
-        right_gids = [ports.pick_gid(port.gids) for port in used]
-        right_indices = [gid.index for gid in right_gids if gid is not None]
-        fix = unset
-        if right_indices:
-            fix += f"; the right index here is {right_indices[0]}"
-        yield Finding(f"{description} is not a number, and NCCL silently reads {index_read}", fix)
+        yield _report_no_number(plan, preset.value)
         return
     index = int(preset.value, 0)
     if plan.kind != "roce" or index < 0:  # -1 lets NCCL search for the address
         return
-    for port in used:
+    description, unset = plan.describe(ports.GID_INDEX), plan.unset_hint(ports.GID_INDEX)
+    for port in ports.ports_in_use(plan):
         problem = _find_gid_problem(index, port)
         if problem:
             right_gid = ports.pick_gid(port.gids)  # the GID that NCCL's own search would find
             fix = f"set {ports.GID_INDEX}={right_gid.index}, or {unset}" if right_gid else unset
             yield Finding(f"{description}: {problem}", fix)
+
+
+def _report_no_number(plan: FabricPlanBuilder, index_text: str) -> Finding:
+    """Return the finding about a value of NCCL_IB_GID_INDEX that is not a number.
+
+    NCCL reads the number at the beginning, and 0 if there is none. For example, a script that reads the wrong
+    file may set the value ``RoCE v2``, which NCCL takes for index 0.
+    """
+    leading_number = re.match(r"\s*[-+]?\d+", index_text)
+    index_read = int(leading_number[0]) if leading_number else 0
+    right_gids = [ports.pick_gid(port.gids) for port in ports.ports_in_use(plan)]
+    right_indices = [gid.index for gid in right_gids if gid is not None]
+    fix = plan.unset_hint(ports.GID_INDEX)
+    if right_indices:
+        fix += f"; the right index here is {right_indices[0]}"
+    problem = f"{plan.describe(ports.GID_INDEX)} is not a number, and NCCL silently reads {index_read}"
+    return Finding(problem, fix)
 
 
 def _find_gid_problem(index: int, port: Port) -> str:

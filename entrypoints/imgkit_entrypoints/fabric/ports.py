@@ -55,35 +55,39 @@ def choose_ports(plan: FabricPlanBuilder) -> PortChoice:
     * Of these ports, the ones that are nearest to a GPU are selected. This step is skipped if fewer ports
       would remain than the node has NICs according to the recipe.
     """
-    # The function only reads `plan`, so several callers ask for the same choice.
-    unused: list[UnusedPort] = []
-    active: list[Port] = []
-    for port in _list_ports(plan.facts):
-        problem = _find_port_problem(port)
-        if problem:
-            unused.append(UnusedPort(port, problem))
-        else:
-            active.append(port)
+    # The function only reads `plan`, so several callers ask for the same choice. Each function for a split
+    # returns the ports to keep, and the others with the reason against them.
+    usable, unusable = _split_by_state(plan.facts)
     # NCCL cannot mix the two link layers, so if there is InfiniBand, only InfiniBand is used.
-    infiniband = [port for port in active if port.link_layer == "InfiniBand"]
+    infiniband = [port for port in usable if port.link_layer == "InfiniBand"]
     if infiniband:
         evidence = f"{infiniband[0].path}/link_layer is {infiniband[0].link_layer}"
         reason = f"an Ethernet port, but {evidence}: NCCL cannot mix InfiniBand and Ethernet"
-        unused += [UnusedPort(port, reason) for port in active if port not in infiniband]
-        return PortChoice(tuple(infiniband), tuple(unused))
-    # Each of the two functions returns the ports to keep, and the others with the reason against them.
-    addressed, without_gid = _split_by_address(active)
+        ethernet = [UnusedPort(port, reason) for port in usable if port not in infiniband]
+        return PortChoice(tuple(infiniband), (*unusable, *ethernet))
+    addressed, without_gid = _split_by_address(usable)
     near, far = _split_by_distance(plan.facts, addressed)
     # If too few ports remain, the distance was misleading, so keep all ports with an address.
     expected_nics = plan.system.fabric.nics
     if expected_nics is not None and len(near) < expected_nics:
         near, far = addressed, []
-    return PortChoice(tuple(near), (*unused, *without_gid, *far))
+    return PortChoice(tuple(near), (*unusable, *without_gid, *far))
 
 
-def _list_ports(facts: HostFacts) -> list[Port]:
-    """Return the ports of all RDMA devices of the node."""
-    return [port for device in facts.rdma for port in device.ports]
+def _split_by_state(facts: HostFacts) -> tuple[list[Port], list[UnusedPort]]:
+    """Split the ports of all RDMA devices into those that NCCL can use and the others.
+
+    A usable port is ACTIVE, and its link layer is InfiniBand or Ethernet.
+    """
+    usable, unusable = [], []
+    ports = [port for device in facts.rdma for port in device.ports]
+    for port in ports:
+        problem = _find_port_problem(port)
+        if problem:
+            unusable.append(UnusedPort(port, problem))
+        else:
+            usable.append(port)
+    return usable, unusable
 
 
 def is_efa(device: RdmaDevice) -> bool:
@@ -243,7 +247,7 @@ def ports_in_use(plan: FabricPlanBuilder) -> tuple[Port, ...]:
     preset = plan.requested_preset(HCA)
     if preset is None:
         return choose_ports(plan).selected
-    usable = [port for port in _list_ports(plan.facts) if not _find_port_problem(port)]
+    usable, _ = _split_by_state(plan.facts)
     return match_ports(preset.value, usable)
 
 
@@ -472,13 +476,7 @@ def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence
     # Four cases: NCCL's version is unknown, NCCL finds the GID itself, one index is right for all ports, or
     # none is.
     if facts.nccl is None:
-        reason = f"NCCL's version is unknown; 2.21 and later find this themselves: {evidence}"
-        plan.leave_variable(GID_INDEX, reason, right_value=index_by_port)
-        if plan.preset(GID_INDEX) is None:
-            plan.add_warning(
-                f"the image's NCCL version is unknown. Below 2.21, RoCE needs {GID_INDEX} ({index_by_port})",
-                "set the version, for example IMGKIT_NCCL_VERSION=2.20.5",
-            )
+        _leave_index_to_unknown_nccl(plan, index_by_port, evidence)
     elif facts.nccl >= FINDS_GID:
         reason = f"{nccl} finds {index_by_port} itself: {evidence}"
         plan.drop_image_variable(GID_INDEX, reason)
@@ -487,17 +485,51 @@ def _set_common_index(plan: FabricPlanBuilder, gids: Mapping[str, Gid], evidence
         reason = f"{nccl} uses index 0 by default (2.21 and later search): {evidence}"
         plan.set_variable(GID_INDEX, common_index, reason)
     else:
-        problem = "the NICs need different indices"
-        plan.drop_image_variable(GID_INDEX, f"{problem} ({index_by_port}): {evidence}")
-        reason = f"{problem}, so none is set: {evidence}"
-        plan.leave_variable(GID_INDEX, reason, right_value=index_by_port)
-        if plan.preset(GID_INDEX) is None:
-            first_port = next(iter(gids))
-            plan.add_blocker(
-                f"NCCL {facts.nccl_version} has one {GID_INDEX} for all NICs, but they need different "
-                f"ones ({index_by_port})",
-                f"use an image with NCCL 2.21 or later, or one NIC: {HCA}=={first_port}",
-            )
+        _block_different_indices(plan, gids, index_by_port, evidence)
+
+
+def _leave_index_to_unknown_nccl(plan: FabricPlanBuilder, index_by_port: str, evidence: str) -> None:
+    """Leave NCCL_IB_GID_INDEX as it is, because NCCL's version is unknown. Warn if the variable is not set.
+
+    Parameters
+    ----------
+    index_by_port : the right index for each port, for messages: ``3 on mlx5_0:1, 3 on mlx5_1:1``.
+    evidence : the files that show these indices, for messages.
+    """
+    reason = f"NCCL's version is unknown; 2.21 and later find this themselves: {evidence}"
+    plan.leave_variable(GID_INDEX, reason, right_value=index_by_port)
+    if plan.preset(GID_INDEX) is None:
+        plan.add_warning(
+            f"the image's NCCL version is unknown. Below 2.21, RoCE needs {GID_INDEX} ({index_by_port})",
+            "set the version, for example IMGKIT_NCCL_VERSION=2.20.5",
+        )
+
+
+def _block_different_indices(
+    plan: FabricPlanBuilder, gids: Mapping[str, Gid], index_by_port: str, evidence: str
+) -> None:
+    """Block a run on several nodes, because no value of NCCL_IB_GID_INDEX is right for all of its ports.
+
+    If the user or the recipe has set the variable deliberately, the run is not blocked.
+
+    Parameters
+    ----------
+    gids : the GID that each port needs, by the port's name.
+    index_by_port, evidence : the right index for each port, and the files that show them, for messages.
+    """
+    problem = "the NICs need different indices"
+    # Drop the image's index first, so that the rest only sees a value of the user or the recipe.
+    plan.drop_image_variable(GID_INDEX, f"{problem} ({index_by_port}): {evidence}")
+    reason = f"{problem}, so none is set: {evidence}"
+    plan.leave_variable(GID_INDEX, reason, right_value=index_by_port)
+    if plan.preset(GID_INDEX) is not None:  # a deliberate choice
+        return
+    first_port = next(iter(gids))
+    plan.add_blocker(
+        f"NCCL {plan.facts.nccl_version} has one {GID_INDEX} for all NICs, but they need different "
+        f"ones ({index_by_port})",
+        f"use an image with NCCL 2.21 or later, or one NIC: {HCA}=={first_port}",
+    )
 
 
 def _block_port_without_gid(plan: FabricPlanBuilder, port: Port) -> None:

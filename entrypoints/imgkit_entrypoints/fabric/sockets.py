@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from imgkit_entrypoints.fabric import ports
 from imgkit_entrypoints.fabric.fabric_plan import INTERFACES, FabricPlanBuilder
-from imgkit_entrypoints.facts.host_facts import HostFacts, Interface
+from imgkit_entrypoints.facts.host_facts import HostFacts, Interface, Route
 from imgkit_entrypoints.system import SystemFacts
 
 NCCL, GLOO = INTERFACES
@@ -67,35 +67,54 @@ def best_interface(plan: FabricPlanBuilder, preferred: Sequence[str] = ()) -> In
 
     If the head has a loopback address, all nodes are on this machine, and the result is ``lo``.
     """
-    facts, head = plan.facts, plan.head  # the head's address, or "" if it is unknown
-    # A loopback address is only reachable from this machine.
-    if _is_inside(head, "127.0.0.0/8"):
-        for interface in facts.interfaces:
-            if interface.name == "lo":
-                evidence = describe_interface(interface)
-                reason = f"the head is {head}: all nodes are on this machine ({evidence})"
-                return InterfaceChoice(interface, reason)
-    by_name = {interface.name: interface for interface in usable_interfaces(facts)}
+    loopback = _find_loopback(plan)
+    if loopback:
+        return loopback
+    by_name = {interface.name: interface for interface in usable_interfaces(plan.facts)}
     if not by_name:
         return None
-    routes = [route for route in facts.routes if route.interface in by_name]
-    for route in routes:
+    for route in plan.facts.routes:
         # A route without a gateway (0.0.0.0) leads to a network to which this node is directly connected.
-        if route.gateway == "0.0.0.0" and _is_inside(head, route.network):  # noqa: S104
-            reason = f"the head {head} is in its network {route.network}"
+        is_direct = route.interface in by_name and route.gateway == "0.0.0.0"  # noqa: S104
+        if is_direct and _is_inside(plan.head, route.network):
+            reason = f"the head {plan.head} is in its network {route.network}"
             return InterfaceChoice(by_name[route.interface], reason)
     for name in preferred:
         if name in by_name:
             reason = f"the fabric's own interface ({describe_interface(by_name[name])})"
             return InterfaceChoice(by_name[name], reason)
-    default_routes = [route for route in routes if route.network == "0.0.0.0/0"]
+    return _choose_default_interface(by_name, plan.facts.routes)
+
+
+def _find_loopback(plan: FabricPlanBuilder) -> InterfaceChoice | None:
+    """Return the interface ``lo`` if the head has a loopback address, or None.
+
+    A loopback address is only reachable from this machine, so all nodes of the run are on it.
+    """
+    if not _is_inside(plan.head, "127.0.0.0/8"):
+        return None
+    for interface in plan.facts.interfaces:
+        if interface.name == "lo":
+            evidence = describe_interface(interface)
+            reason = f"the head is {plan.head}: all nodes are on this machine ({evidence})"
+            return InterfaceChoice(interface, reason)
+    return None
+
+
+def _choose_default_interface(by_name: Mapping[str, Interface], routes: Sequence[Route]) -> InterfaceChoice:
+    """Return the interface of the default route, or else the first interface.
+
+    `by_name` are the usable interfaces by name. Of these, the first one with an IPv4 address is preferred.
+    """
+    default_routes = [
+        route for route in routes if route.network == "0.0.0.0/0" and route.interface in by_name
+    ]
     if default_routes:
         route = min(default_routes, key=lambda route: route.metric)
         interface = by_name[route.interface]
         evidence = describe_interface(interface)
         reason = f"/proc/net/route: the default route via {route.gateway} ({evidence})"
         return InterfaceChoice(interface, reason)
-    # An interface with an IPv4 address is preferred.
     with_ipv4 = [interface for interface in by_name.values() if interface.ipv4]
     first, *_ = with_ipv4 or by_name.values()
     reason = f"the first interface that is up with an address ({describe_interface(first)})"

@@ -233,10 +233,8 @@ class Agreement:
             self._interval = choose_interval(step_seconds / world_size, self._max_interval)
         yes_counts = sums[: len(REASONS)]
         program_sums = sums[len(REASONS) :]
-        # One rank with a reason is enough. The first reason in `REASONS` has priority.
-        for reason, yes_count in zip(REASONS, yes_counts, strict=True):
-            if yes_count and not self.stop:
-                self.stop = reason
+        if not self.stop:
+            self.stop = _find_stop_reason(yes_counts)
         exchange = Agreed(step=sent.step, steps=sent.steps, seconds=sent.seconds, sums=tuple(program_sums))
         self.numbers.arrived(exchange)
 
@@ -254,6 +252,17 @@ class Agreement:
             f"the ranks have taken different numbers of steps: {ranks_by_value(steps)}",
             hint="give every rank the same number of batches, for example by DistributedSampler",
         )
+
+
+def _find_stop_reason(yes_counts: Sequence[float]) -> str:
+    """Return the first of `REASONS` for which at least one rank must stop, or ``""`` if there is none.
+
+    `yes_counts` are the numbers of ranks with each reason.
+    """
+    for reason, yes_count in zip(REASONS, yes_counts, strict=True):
+        if yes_count:
+            return reason
+    return ""
 
 
 def choose_interval(seconds_per_step: float, max_interval: int) -> int:

@@ -381,11 +381,7 @@ def lock_folder(folder: Path, say: Callable[[str], None], env: Mapping[str, str]
     # Attempts of the same job have the same suffix. It is empty outside of a job.
     job_suffix = _make_job_suffix(env)
     if wait_until(lambda: _try_lock(stream, path, say), PATIENCE_S):
-        holder = f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n"
-        stream.truncate()  # remove the line of the previous run
-        # Another run that does not get the lock reads this line for its message.
-        stream.write(holder.encode())
-        stream.flush()
+        _write_holder(stream, job_suffix)
         return stream
     other_holder = stream.read(200).decode(errors="replace").strip()  # "process 4711 on gpu03 of 1234"
     is_same_job = job_suffix != "" and other_holder.endswith(job_suffix)
@@ -409,6 +405,17 @@ def _open_lock(path: Path) -> BinaryIO:
         raise UsageError(problem, where=where, hint=_OTHER_FOLDER) from None
     _LOCKS.add(stream)
     return stream
+
+
+def _write_holder(stream: BinaryIO, job_suffix: str) -> None:
+    """Replace the line in a lock file by one that names this process.
+
+    Another run that does not get the lock reads this line for its message.
+    """
+    holder = f"process {os.getpid()} on {socket.gethostname()}{job_suffix}\n"
+    stream.truncate()  # remove the line of the previous run
+    stream.write(holder.encode())
+    stream.flush()
 
 
 def wait_until(is_met: Callable[[], bool], patience_s: float) -> bool:

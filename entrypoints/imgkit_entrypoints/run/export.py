@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from imgkit_entrypoints.run.checkpoint import Checkpoint
+    from imgkit_entrypoints.run.checkpoint import Checkpoint, TensorInfo
 
 # Names of torch's types, with their names in a safetensors file.
 TYPES = {
@@ -172,34 +172,44 @@ def write_safetensors(checkpoint: Checkpoint, weights: Mapping[str, str], stream
     weights : the name of each weight, with its key in the checkpoint.
     """
     first_names: dict[str, str] = {}  # by the key of the tensor
-    # The metadata maps each other name of a tied weight to its first name, as safetensors.torch.save_model
-    # does. Its load_model ties the weights again.
-    metadata = {"format": "pt", "step": str(checkpoint.step)}
     for name, key in weights.items():
-        if key in first_names:
-            metadata[name] = first_names[key]
-        else:
-            first_names[key] = name
-    keys = sorted(first_names, key=lambda key: first_names[key])
+        first_names.setdefault(key, name)
+    names = sorted(first_names.values())
     # Tensors with the largest elements come first. So each tensor begins at a multiple of its element size.
     # The sort is stable: among tensors of one size, the order by name remains.
-    keys.sort(key=lambda key: checkpoint.tensors[key].dtype.itemsize, reverse=True)
-    header: dict[str, Any] = {"__metadata__": metadata}
-    start = 0
-    for key in keys:
-        shape, dtype = checkpoint.tensors[key]
-        end = start + math.prod(shape) * dtype.itemsize
-        entry = {"dtype": TYPES[_type_name(dtype)], "shape": list(shape), "data_offsets": [start, end]}
-        header[first_names[key]] = entry
-        start = end
-    header_json = json.dumps(header).encode()
+    names.sort(key=lambda name: checkpoint.tensors[weights[name]].dtype.itemsize, reverse=True)
+    tensors = {name: checkpoint.tensors[weights[name]] for name in names}
+    # The metadata maps each other name of a tied weight to its first name, as safetensors.torch.save_model
+    # does. Its load_model ties the weights again.
+    tied_names = {name: first_names[key] for name, key in weights.items() if name != first_names[key]}
+    metadata = {"format": "pt", "step": str(checkpoint.step), **tied_names}
+    header_json = json.dumps({"__metadata__": metadata, **_make_entries(tensors)}).encode()
     header_json += b" " * (-len(header_json) % 8)  # in the format, the tensors begin at a multiple of 8 bytes
     stream.write(len(header_json).to_bytes(8, "little") + header_json)
-    # The order must be that of `start` and `end` above, which the header contains.
-    for key in keys:
+    # The order must be that of the byte ranges in the header.
+    for name in names:
+        key = weights[name]
         # Read one tensor at a time, so that memory needs to hold only the largest one.
         tensor_by_key = checkpoint.read_tensors([key])
         stream.write(_pack_tensor(tensor_by_key[key]))
+
+
+def _make_entries(tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    """Return the type, shape and byte range of each tensor for the header of a safetensors file, by name.
+
+    The bytes of the tensors follow each other in the order of `tensors`.
+    """
+    entries = {}
+    start = 0
+    for name, (shape, dtype) in tensors.items():
+        end = start + math.prod(shape) * dtype.itemsize
+        entries[name] = {
+            "dtype": TYPES[_type_name(dtype)],
+            "shape": list(shape),
+            "data_offsets": [start, end],
+        }
+        start = end
+    return entries
 
 
 def _pack_tensor(tensor: Tensor) -> bytearray:

@@ -249,34 +249,37 @@ class DataPosition:
         self.step = values["step"]
         self.batches_done = values["batch"]
         self._last_loop = values["name"]
-        self.loops = {}
-        for name, loop_values in values["loops"].items():
-            self.loops[name] = Loop(**loop_values)
+        self.loops = {name: Loop(**loop_values) for name, loop_values in values["loops"].items()}
         self._process_start_states = random["pass"]
-        self._histories = {}
-        for name, states in random["loops"].items():  # as `list_for_checkpoint` returned them
-            self._histories[name] = _GeneratorHistory(*states)
+        # The states of each loop are in the order of `list_for_checkpoint`.
+        self._histories = {name: _GeneratorHistory(*states) for name, states in random["loops"].items()}
         random_state.restore(random["now"])
         # A checkpoint directly before a pass already contains what the program does before that pass.
         self.repeats_epoch = values["at_start"]
         has_same_ranks = world_size == ranks.world_size
         warning = ""
         if not has_same_ranks:
-            # Convert the number of batches. For example, 6 batches on each of 4 ranks are 12 batches on each
-            # of 2 ranks.
-            total_batches = self.batches_done * world_size
-            self.batches_done, remainder = divmod(total_batches, ranks.world_size)
-            if remainder:
-                warning = (
-                    f"{ranks.world_size} ranks instead of {world_size}: some samples of this epoch come again"
-                )
-            # All ranks have the random state of rank 0 now, and would draw the same numbers. So each rank
-            # gets another seed.
-            seed = int(torch.randint(1 << 62, ()).item())
-            random_state.seed_everything(seed + ranks.rank)
+            warning = self._adapt_to_ranks(world_size, ranks)
         # The program may use random numbers before its first pass, so keep the states of this moment.
         self._resume = _Resume(process_states=random_state.capture(), has_same_ranks=has_same_ranks)
         return warning
+
+    def _adapt_to_ranks(self, saved_size: int, ranks: Ranks) -> str:
+        """Convert the number of batches to another number of ranks, and give each rank other random numbers.
+
+        For example, 6 batches on each of 4 ranks are 12 batches on each of 2 ranks. Return a warning if the
+        number must be rounded down, so that some samples are used again, or ``""``. `saved_size` is the
+        number of ranks when the checkpoint was taken.
+        """
+        total_batches = self.batches_done * saved_size
+        self.batches_done, remainder = divmod(total_batches, ranks.world_size)
+        # All ranks have the random state of rank 0 now, and would draw the same numbers. So each rank gets
+        # another seed.
+        seed = int(torch.randint(1 << 62, ()).item())
+        random_state.seed_everything(seed + ranks.rank)
+        if not remainder:
+            return ""
+        return f"{ranks.world_size} ranks instead of {saved_size}: some samples of this epoch come again"
 
     def was_finished(self, name: str) -> bool:
         """Return whether the loop had finished its pass of this epoch when the restored checkpoint was taken.
@@ -348,11 +351,7 @@ class DataPosition:
         self._unnamed_pass = _UnnamedPass(line=line, loop=loop, loader=_weak_reference(loader))
         if last is None:
             return
-        if not last.may_have_used(loader, loop):
-            gc.collect()  # a dropped loader may still exist as a part of a reference cycle
-        # Ask again after the collection. If the last loader no longer exists, it may have been replaced by an
-        # equal one.
-        has_same_loader = last.may_have_used(loader, loop)
+        has_same_loader = _may_share_loader(last, loader, loop)
         if has_same_loader and (line == last.line or is_next_epoch):
             return
         problem = f"the loop at {line} has no name, and goes over several loaders"
@@ -384,16 +383,15 @@ class DataPosition:
         is_to_be_resumed = self._resume is not None
         if has_ended or is_to_be_resumed:
             return
-        if self.batches_done == self._last_length:  # left after its last batch
-            self.finish_pass()
-            return
-        size = f" of {self._last_length}" if self._last_length > 0 else ""  # not for `UNKNOWN_LENGTH`
-        raise steps_error(
-            f"the pass of the loop {last_name} was left after {self.batches_done}{size} batches, and another "
-            "one begins: a resume would go on with the first",
-            "let each pass come to its end, for example over fewer samples or range(STEPS); a break may "
-            "only end the program",
-        )
+        if self.batches_done != self._last_length:  # left before its last batch
+            size = f" of {self._last_length}" if self._last_length > 0 else ""  # not for `UNKNOWN_LENGTH`
+            raise steps_error(
+                f"the pass of the loop {last_name} was left after {self.batches_done}{size} batches, and "
+                "another one begins: a resume would go on with the first",
+                "let each pass come to its end, for example over fewer samples or range(STEPS); a break may "
+                "only end the program",
+            )
+        self.finish_pass()
 
     def open_pass(self, loader: Any, name: str) -> Iterator[Any]:
         """Begin a pass over `loader`, or continue the pass of the checkpoint, and return its batches.
@@ -408,21 +406,44 @@ class DataPosition:
         resume = self._resume  # None unless this is the first pass after a restore
         loop = Loop.of_loader(loader, self.loops[name].passes)
         if resume is not None and self.batches_done > 0:  # the checkpoint was taken inside a pass
-            saved_loop = self.loops[name]
-            _refuse_other_loader(
-                name, saved_loop, loop, self.batches_done, has_same_ranks=resume.has_same_ranks
-            )
-            # If the number of ranks has changed, the size of batches may differ. For example, 10 batches of
-            # 32 samples count as 20 batches of 16 samples.
-            if saved_loop.batch_size and loop.batch_size:
-                self.batches_done = self.batches_done * saved_loop.batch_size // loop.batch_size
-            pass_random = self._make_resumed_states(loader, name, resume.process_states)
+            pass_random = self._continue_pass(loader, loop, name, resume)
         else:
             if resume is not None and self.repeats_epoch:
                 # The program has repeated work from before the checkpoint, which has used random numbers.
                 random_state.restore(resume.process_states)
             pass_random = self._record_start_states(loader, name)
-        # From here on, the values describe the new pass. A checkpoint in the pass stores them.
+        self._record_open_pass(loader, loop, name)
+        is_first_pass = loop.passes == 0  # an uninterrupted run starts the workers of its loader then
+        if not has_state(loader):
+            return iterate_from(loader, self.batches_done, pass_random, is_first_pass=is_first_pass)
+        batches = iterate_stateful(loader, self.batches_done, pass_random, is_first_pass=is_first_pass)
+        self._loader = loader
+        # `refuse_unchanged_loader_state` compares a later state with this one.
+        self._loader_start = pickle.dumps(loader.state_dict())
+        return batches
+
+    def _continue_pass(self, loader: Any, loop: Loop, name: str, resume: _Resume) -> PassRandom:
+        """Check that `loader` can continue the pass of the checkpoint, and return its random states.
+
+        Convert `batches_done` to the size of the loader's batches. `loop` describes the loader.
+
+        Raises
+        ------
+        UsageError : the checkpoint was taken inside a pass over another loader.
+        """
+        saved_loop = self.loops[name]
+        _refuse_other_loader(name, saved_loop, loop, self.batches_done, has_same_ranks=resume.has_same_ranks)
+        # If the number of ranks has changed, the size of batches may differ. For example, 10 batches of 32
+        # samples count as 20 batches of 16 samples.
+        if saved_loop.batch_size and loop.batch_size:
+            self.batches_done = self.batches_done * saved_loop.batch_size // loop.batch_size
+        return self._make_resumed_states(loader, name, resume.process_states)
+
+    def _record_open_pass(self, loader: Any, loop: Loop, name: str) -> None:
+        """Record that the program is inside a pass of the loop `name`, which `loop` describes.
+
+        A checkpoint in the pass stores these values. Those of the restored checkpoint are dropped.
+        """
         self._resume = None
         self.repeats_epoch = False
         self.loops[name] = loop
@@ -432,14 +453,6 @@ class DataPosition:
         self.was_left = False
         self._loader = None
         self._loader_start = None
-        is_first_pass = loop.passes == 0  # an uninterrupted run starts the workers of its loader then
-        if not has_state(loader):
-            return iterate_from(loader, self.batches_done, pass_random, is_first_pass=is_first_pass)
-        batches = iterate_stateful(loader, self.batches_done, pass_random, is_first_pass=is_first_pass)
-        self._loader = loader
-        # `refuse_unchanged_loader_state` compares a later state with this one.
-        self._loader_start = pickle.dumps(loader.state_dict())
-        return batches
 
     def _record_start_states(self, loader: Any, name: str) -> PassRandom:
         """Return the random states at the start of a new pass, and keep them for checkpoints in the pass.
@@ -524,6 +537,17 @@ class DataPosition:
 def _quote_loop(name: str) -> str:
     """Return the text for a loop in messages."""
     return name or "without a name"
+
+
+def _may_share_loader(last: _UnnamedPass, loader: Any, loop: Loop) -> bool:
+    """Return whether the pass `last` may have iterated over `loader`, which `loop` describes.
+
+    If the program has dropped the last loader, `loader` may have replaced it by an equal one.
+    """
+    if last.may_have_used(loader, loop):
+        return True
+    gc.collect()  # a dropped loader may still exist as a part of a reference cycle, so ask again
+    return last.may_have_used(loader, loop)
 
 
 def _weak_reference(loader: Any) -> Callable[[], Any]:

@@ -330,18 +330,24 @@ class RunCheckpoints:
         reason = connection.stop
         connection.wait_for_last_numbers(step)  # the logged numbers of the last steps
         saved_step = self.wait().saved_step  # -1: none
-        message = f"stopped after step {step}: {reason}"
-        if self.keep and saved_step >= 0:
-            message += f"; the state of step {saved_step} is saved"
-        elif self.keep:
-            message += "; this start saved no state"
-        connection.report(message)
+        connection.report(f"stopped after step {step}: {reason}{self._describe_saved_state(saved_step)}")
         exit_code = EXIT_NO
         if self.keep and saved_step == step:
             exit_code = stop_requests.report_saved(
                 reason, step, connection.ranks, self._folder, connection.env, connection.report
             )
         end_program(exit_code)
+
+    def _describe_saved_state(self, saved_step: int) -> str:
+        """Return the end of the message about a stop, which names the step of the newest checkpoint.
+
+        `saved_step` is -1 if this start has saved no state. If the run saves nothing, the text is empty.
+        """
+        if not self.keep:
+            return ""
+        if saved_step < 0:
+            return "; this start saved no state"
+        return f"; the state of step {saved_step} is saved"
 
     def finish(self) -> None:
         """Save the last state of a finished run, unless a checkpoint contains it.

@@ -99,6 +99,14 @@ class StepLoop:
             return
         position.check_and_add_loop(name)
         self._prepare_pass(loader, save_every, line)
+        yield from self._iterate_prepared_pass(loader, name, save_every)
+
+    def _iterate_prepared_pass(self, loader: Any, name: str, save_every: int) -> Iterator[tuple[int, Any]]:
+        """Open a pass over `loader`, and yield the number of each step (from 1) and its batch.
+
+        After the body of each step, save if a save is due. The parameters are those of `iterate`.
+        """
+        position = self._position
         try:
             batches = position.open_pass(loader, name)
             self.start(save_every)

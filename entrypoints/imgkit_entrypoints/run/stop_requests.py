@@ -78,10 +78,8 @@ class StopRequests:
         request = self._folder.stop_request() if self._folder else None
         # A stop file from a job script requests a requeue, so it is treated like a request of the node agent.
         # A stop file from a person does not request a requeue.
-        if request is not None and request.requeue:
-            reasons.add(AGENT_REQUEST)
-        elif request is not None:
-            reasons.add(STOP_FILE)
+        if request is not None:
+            reasons.add(AGENT_REQUEST if request.requeue else STOP_FILE)
         if time.monotonic() >= self._until:
             reasons.add(STOP_AFTER)
         if self._signal_times:
