@@ -5,7 +5,7 @@ Read the modules in this order: ``address``, ``connection``, ``images``, ``image
 """
 
 from imgkit_builder.engine.base_image import choose_platform, probe, resolve_base
-from imgkit_builder.engine.builders import choose
+from imgkit_builder.engine.builders import ChosenBuilder, choose
 from imgkit_builder.engine.building import Built, build
 from imgkit_builder.engine.connection import Engine, connect
 from imgkit_builder.engine.containers import run, shell_argv
@@ -14,6 +14,7 @@ from imgkit_builder.engine.images import ImageInfo, check_name, image_facts, ins
 
 __all__ = [
     "Built",
+    "ChosenBuilder",
     "Engine",
     "ImageInfo",
     "LocalImage",

@@ -29,7 +29,7 @@ BUILDX_PACKAGE = "sudo apt-get install docker-buildx-plugin (or docker-buildx)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class ChosenBuilder:
     """The builder to use."""
 
     name: Literal["classic", "buildx", "podman"]
@@ -46,10 +46,10 @@ class Choice:
     """Whether buildx may be used instead if the engine refuses the classic builder."""
 
 
-CLASSIC = Choice(name="classic")
+CLASSIC = ChosenBuilder(name="classic")
 
 
-def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str = "") -> Choice:
+def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str = "") -> ChosenBuilder:
     """Return the builder to use: the `requested` one, or by default the best one for this engine.
 
     The default for Podman is podman. The default for Docker is the classic builder. But if the build needs
@@ -78,7 +78,7 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
         except ToolMissing as error:
             reason = "the build needs secrets, which Docker keeps out of an image only with buildx"
             raise ToolMissing(f"{reason}: {error.what}", where=secrets_at, hint=BUILDX_PACKAGE) from error
-        return Choice(name="buildx")
+        return ChosenBuilder(name="buildx")
     builder = "podman" if facts.is_podman else "buildx"
     raise UsageError(
         "the classic builder has no build secrets: they would stay in the image",
@@ -87,7 +87,7 @@ def choose(facts: EngineFacts, requested: Builder = "auto", *, secrets_at: str =
     )
 
 
-def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
+def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> ChosenBuilder:
     """Return the builder for a build without secrets: the requested one, or the best for this engine.
 
     If the requested builder cannot be used, raise UsageError or ToolMissing.
@@ -100,19 +100,19 @@ def _choose_without_secrets(facts: EngineFacts, requested: Builder) -> Choice:
                 "Podman has no BuildKit, which buildx needs", where="--builder", hint="use --builder podman"
             )
         _require_buildx()
-        return Choice(name="buildx")
+        return ChosenBuilder(name="buildx")
     if requested == "auto" and not facts.is_podman:
         # A future engine may no longer have the classic builder. `choose_fallback` then selects buildx.
-        return Choice(name="classic", may_change=True)
+        return ChosenBuilder(name="classic", may_change=True)
     # Only two cases are left: podman was requested, or the engine is Podman and nothing was requested.
     try:
-        return Choice(name="podman", containers=_find_podman_containers(facts))
+        return ChosenBuilder(name="podman", containers=_find_podman_containers(facts))
     except ImgkitError as error:
         # The program podman cannot be used. Its API can, unless the user has requested the program.
         if requested == "podman":
             raise
         problem = "an interrupted build continues in Podman, and its cache is not used"
-        return Choice(name="classic", note=f"Podman builds through its API ({error.what}): {problem}")
+        return ChosenBuilder(name="classic", note=f"Podman builds through its API ({error.what}): {problem}")
 
 
 # Possible error messages of an engine without the classic builder. No such engine exists yet, so these are
@@ -125,7 +125,7 @@ _REFUSAL = re.compile(
 _REFUSAL_HTTP_STATUSES = (405, 410, 501)
 
 
-def choose_fallback(choice: Choice, error: ImgkitError) -> Choice | None:
+def choose_fallback(choice: ChosenBuilder, error: ImgkitError) -> ChosenBuilder | None:
     """Return buildx if `error` says that the engine no longer has the classic builder, otherwise None.
 
     Notes

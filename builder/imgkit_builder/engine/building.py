@@ -25,7 +25,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.process import pump_pipes
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import containers
-from imgkit_builder.engine.builders import CLASSIC, PODMAN, Choice, choose_fallback, local_podman_env
+from imgkit_builder.engine.builders import CLASSIC, PODMAN, ChosenBuilder, choose_fallback, local_podman_env
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.engine.errors import connection_lost_error, translate_errors
 from imgkit_builder.engine.following import DOCKERFILE_NAME, BuildFollower, BuildKitFollower
@@ -62,7 +62,7 @@ def build(
     *,
     tag: str,
     report: Reporter,
-    builder: Choice = CLASSIC,
+    builder: ChosenBuilder = CLASSIC,
     no_cache: bool = False,
     mask: Callable[[str], str] = secret_patterns.mask_secrets,
     accept: Callable[[ImageInfo], None] | None = None,
@@ -129,7 +129,7 @@ class _BuildRequest:
     mask: Callable[[str], str]
     no_cache: bool
 
-    def run_with_fallback(self, builder: Choice) -> str:
+    def run_with_fallback(self, builder: ChosenBuilder) -> str:
         """Build with `builder`, or with buildx if the engine no longer has the classic builder.
 
         Return the engine's name for the image.
@@ -143,7 +143,7 @@ class _BuildRequest:
             self.report.note(f"the engine refuses its classic builder, so buildx builds: {error.what}")
             return self.run(fallback)
 
-    def run(self, builder: Choice) -> str:
+    def run(self, builder: ChosenBuilder) -> str:
         """Build with `builder`, and return the engine's name for the image.
 
         A follower reads the output of the builder. It writes the log, reports progress, and explains errors.
@@ -217,7 +217,9 @@ class _BuildRequest:
                 for event in events:
                     follower.add_event(event)
 
-    def _run_guarded_program(self, chunks: Iterator[bytes], follower: BuildFollower, builder: Choice) -> str:
+    def _run_guarded_program(
+        self, chunks: Iterator[bytes], follower: BuildFollower, builder: ChosenBuilder
+    ) -> str:
         """Build with buildx or podman, the program of `builder`, and return the engine's name for the image.
 
         The program reads the tar `chunks` from its standard input. It is started by ``build_guard``, a
@@ -246,7 +248,9 @@ class _BuildRequest:
             lost = connection_lost_error("build", "it ended before the image was finished")
             raise follower.add_location(lost) from error
 
-    def _make_program_argv(self, builder: Choice, token: str, id_file: Path, metadata: Path) -> list[str]:
+    def _make_program_argv(
+        self, builder: ChosenBuilder, token: str, id_file: Path, metadata: Path
+    ) -> list[str]:
         """Return the command that builds with the program of `builder`, from a tar on its standard input.
 
         `token` is a text that identifies podman's containers of this build. The program writes the id of the

@@ -22,7 +22,7 @@ from imgkit_builder.base import files
 from imgkit_builder.base.flags import option_field
 from imgkit_builder.base.progress import Reporter
 from imgkit_builder.engine import image_source, images
-from imgkit_builder.engine.builders import Choice
+from imgkit_builder.engine.builders import ChosenBuilder
 from imgkit_builder.engine.connection import Engine
 from imgkit_builder.image import context, install, members, render, secret_values, uv_export
 from imgkit_builder.image.context import BuildContext
@@ -93,7 +93,7 @@ def resolve_packages(
     engine: Engine,
     resolution: Resolution,
     *,
-    builder: Choice,
+    builder: ChosenBuilder,
     values: SecretValues,
     folder: Path,
     report: Reporter,

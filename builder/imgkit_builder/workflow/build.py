@@ -30,8 +30,7 @@ from imgkit_entrypoints.errors import CheckFailed, UsageError
 
 if TYPE_CHECKING:
     from imgkit_builder.apptainer.build import BuiltSif, Pack
-    from imgkit_builder.engine import Engine, ImageInfo
-    from imgkit_builder.engine.builders import Choice
+    from imgkit_builder.engine import ChosenBuilder, Engine, ImageInfo
     from imgkit_builder.image.context import BuildContext
     from imgkit_builder.image.members import PackedCode
     from imgkit_builder.image.secret_values import SecretValues
@@ -176,7 +175,9 @@ def build(
     )
 
 
-def _choose_builder(engine: Engine, recipe: Recipe, request: BuildRequest, secrets: SecretValues) -> Choice:
+def _choose_builder(
+    engine: Engine, recipe: Recipe, request: BuildRequest, secrets: SecretValues
+) -> ChosenBuilder:
     """Return the builder to use, with the options that pass `secrets` to the steps of the build."""
     # The line of the recipe to name if the builder cannot pass on secrets.
     secrets_at = recipe.where("image", "secrets") if secrets.options else ""

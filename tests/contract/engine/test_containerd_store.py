@@ -16,7 +16,7 @@ from tars import tar_of_files
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine
-from imgkit_builder.engine.builders import Choice
+from imgkit_builder.engine.builders import ChosenBuilder
 from imgkit_builder.recipe.load import load
 from imgkit_builder.recipe.model import Recipe
 from imgkit_entrypoints.errors import ToolFailed, UsageError
@@ -265,7 +265,9 @@ def test_buildx_tells_which_manifest_it_built(fake, playing, context):
     engine, answer = playing("28.5.2"), ANSWERS["28.5.2"]["both"]["amd64"]["data"]
     for name in (MANIFESTS["linux/amd64"], "small:latest"):
         fake.on_image(name, fake.json(answer))
-    built = engines.build(engine, context, tag="small:latest", report=Silent(), builder=Choice(name="buildx"))
+    built = engines.build(
+        engine, context, tag="small:latest", report=Silent(), builder=ChosenBuilder(name="buildx")
+    )
     assert (built.image.id, built.image.ref) == (CONFIGS["linux/amd64"], MANIFESTS["linux/amd64"])
 
 
@@ -273,7 +275,9 @@ def test_buildx_tells_which_manifest_it_built(fake, playing, context):
 def test_buildx_without_an_image_is_no_success(playing, context, monkeypatch):
     monkeypatch.setenv("SILENT", "1")
     with pytest.raises(ToolFailed, match="ended before the image was finished"):
-        engines.build(playing("28.5.2"), context, tag="x:1", report=Silent(), builder=Choice(name="buildx"))
+        engines.build(
+            playing("28.5.2"), context, tag="x:1", report=Silent(), builder=ChosenBuilder(name="buildx")
+        )
 
 
 def test_containers_run_the_base_by_name(fake, playing, recipe, container_says):

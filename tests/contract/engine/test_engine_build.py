@@ -15,12 +15,12 @@ from refusals import refused
 from imgkit_builder import engine as engines
 from imgkit_builder.base.progress import Silent
 from imgkit_builder.engine import Engine
-from imgkit_builder.engine.builders import Choice
+from imgkit_builder.engine.builders import ChosenBuilder
 from imgkit_builder.image.context import BuildContext
 from imgkit_entrypoints.errors import CheckFailed, ToolFailed, ToolMissing, UsageError
 
 TAG = "small:latest"
-MAY_CHANGE = Choice(name="classic", may_change=True)
+MAY_CHANGE = ChosenBuilder(name="classic", may_change=True)
 FAILED = "The command '/bin/sh -c make things' returned a non-zero code: 2"
 RUNNING = " ---> Running in 0123456789ab\n"
 Build = Callable[..., engines.Built]

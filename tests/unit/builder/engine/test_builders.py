@@ -11,7 +11,7 @@ from refusals import refused
 
 from imgkit_builder.engine import builders
 from imgkit_builder.engine.address import Endpoint
-from imgkit_builder.engine.builders import Choice
+from imgkit_builder.engine.builders import ChosenBuilder
 from imgkit_builder.engine.connection import EngineFacts, engine_facts
 from imgkit_entrypoints.errors import ToolMissing, UsageError
 
@@ -36,7 +36,7 @@ def test_store_names_the_graph_driver_or_containerd():
 
 
 def test_docker_builds_by_its_api():
-    assert builders.choose(facts("docker")) == Choice(name="classic", may_change=True)
+    assert builders.choose(facts("docker")) == ChosenBuilder(name="classic", may_change=True)
 
 
 @pytest.mark.parametrize(
