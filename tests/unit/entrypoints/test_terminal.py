@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import TextIOWrapper
+from pathlib import Path
 
 import pytest
 from file_tree import write_files
@@ -139,3 +141,35 @@ def test_closed_stream_is_open_also_in_programs_that_are_started(closed, descrip
         ["sh", "-c", line, sys.executable, program], capture_output=True, text=True, timeout=60
     )
     assert result.stdout == "open\n"
+
+
+CLOSED = """
+import os, sys
+from imgkit_entrypoints import terminal
+terminal.open_closed_streams()
+if (sys.stdout.fileno(), sys.stderr.fileno()) != (1, 2):
+    os._exit(1)
+for stream in (sys.stdout, sys.stderr):
+    try:
+        stream.write("lost")
+        stream.flush()
+    except OSError:
+        continue
+    os._exit(2)
+os._exit(0)
+"""
+
+
+def test_output_to_closed_streams_is_an_error():
+    argv = ("sh", "-c", 'exec "$0" -c "$1" <&- >&- 2>&-', sys.executable, CLOSED)
+    assert subprocess.run(argv, timeout=60).returncode == 0
+
+
+def test_result_that_cannot_be_written_is_an_error(monkeypatch):
+    full = Path("/dev/full").open("w")  # noqa: SIM115 - closing it fails as well
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        with pytest.raises(terminal.OutputLost, match="No space left"):
+            terminal.print_results("a")
+    with contextlib.suppress(OSError):
+        full.close()
