@@ -239,9 +239,11 @@ def make_metadata(config: ImageConfig) -> SifMetadata:
     ------
     CheckFailed : the .sif format has no code for the architecture of the image.
     """
-    if config.arch not in image.ARCHS:
-        allowed = ", ".join(image.ARCHS[1:])  # the first one is "unknown"
-        raise CheckFailed(f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {allowed}")
+    allowed = image.ARCHS[1:]  # the first one is "unknown"
+    if config.arch not in allowed:
+        raise CheckFailed(
+            f"no .sif can be for the architecture {config.arch!r}", hint=f"allowed: {', '.join(allowed)}"
+        )
     # All settings, also those for which `ImageConfig` has no field.
     settings = json_text.parse(config.raw).get("config") or {}
     # An engine adds empty values to the configuration that BuildKit wrote. Without empty values, an image

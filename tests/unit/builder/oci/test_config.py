@@ -31,7 +31,9 @@ def test_system_that_is_no_word_is_refused(fields):
         parse_config(config(**fields), where="x.tar")
 
 
-def test_architecture_without_a_number_makes_no_sif():
-    with pytest.raises(CheckFailed, match=r"no \.sif can be for the architecture 'loong64'") as caught:
-        objects.make_metadata(parse_config(config(architecture="loong64"), where="x.tar"))
+@pytest.mark.parametrize("architecture", ["loong64", "unknown"])
+def test_architecture_without_a_number_makes_no_sif(architecture):
+    with pytest.raises(CheckFailed) as caught:
+        objects.make_metadata(parse_config(config(architecture=architecture), where="x.tar"))
+    assert caught.value.what == f"no .sif can be for the architecture {architecture!r}"
     assert "riscv64" in str(caught.value)
