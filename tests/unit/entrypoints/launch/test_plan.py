@@ -327,3 +327,30 @@ def test_attempts_have_log_folders_of_their_own():
 @pytest.mark.parametrize("nnodes", [1, 2])
 def test_known_issue_that_refuses_lets_processors_start(nnodes):
     assert make(gpus=4, system=REFUSED, placement=node(nnodes), device="cpu").argv
+
+
+RANKED = Direct(rank=2, local_rank=0, world_size=4, local_world_size=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "warning"),
+    [
+        ({"direct": RANKED}, "spares have no effect without torchrun"),
+        ({"scheduler": "pbs"}, "pbs ends all processes when one node is lost, so a spare can only replace"),
+        ({}, ""),
+        ({"scheduler": "pbs", "size": None}, ""),
+    ],
+    ids=["own ranks", "all end together", "a scheduler that keeps the others", "no spares"],
+)
+def test_spares_that_cannot_replace_a_node_are_warned_of(changes, warning):
+    placement = node(4, 2, **{"size": SPARE, **changes})
+    spare_warnings = [text for text in make(placement=placement).messages.warnings if "spare" in text]
+    assert len(spare_warnings) == bool(warning)
+    assert all(text.startswith(warning) for text in spare_warnings)
+
+
+def test_dry_run_names_the_hosts():
+    rows = [line.split() for line in make(placement=node(2, 1)).lines()]
+    assert ["hosts", "n0,n1"] in rows
+    assert ["head", "n0"] in rows
+    assert ["node_rank", "0", "the", "only", "node"] in [line.split() for line in make().lines()]
