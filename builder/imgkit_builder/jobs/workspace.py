@@ -9,13 +9,13 @@ time is reliable because it follows from the content of the file (`code_tree`).
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from imgkit_builder.jobs.job import RunScript
 from imgkit_builder.jobs.request import CodeRecord, ResumedRun
-from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError
+from imgkit_entrypoints.errors import CheckFailed, ToolFailed, UsageError, join_names
 from imgkit_entrypoints.system import WORKSPACE
 
 # Number of changed files that an error names, so that it stays readable.
@@ -210,7 +210,7 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
         )
     update = plan_update(listing)
     if update.conflicts:
-        shown_names = _join_first_names(update.conflicts)
+        shown_names = join_names(update.conflicts, _MAX_NAMES)
         raise UsageError(
             f"the run has changed what today's code has in another version: {shown_names}",
             where=str(resumed.folder / WORKSPACE),
@@ -220,14 +220,6 @@ def update_workspace(resumed: ResumedRun, store: Path, today: CodeRecord, run_sc
     # The script reads both lists from one input, so it needs the length of the first list.
     args = (run_folder, str(store / today.sha256), str(len(copied_names)), today.text)
     run_script(_UPDATE, args, (copied_names, _null_separated(update.removed)))
-
-
-def _join_first_names(names: Sequence[str]) -> str:
-    """Return the first names of a list as a text: ``a.py, b.py``, or ``a.py, ..., e.py and 2 more``."""
-    joined_names = ", ".join(names[:_MAX_NAMES])
-    if len(names) > _MAX_NAMES:
-        joined_names += f" and {len(names) - _MAX_NAMES} more"
-    return joined_names
 
 
 def _null_separated(names: Iterable[str]) -> bytes:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from imgkit_entrypoints import files, secret_patterns
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import UsageError, join_names
 from imgkit_entrypoints.files import TEMPORARY
 from imgkit_entrypoints.system import WORKSPACE
 
@@ -264,10 +264,7 @@ def _list_entries(folder: Path) -> list[os.DirEntry[str]]:
 
 def describe_left_out(names: Sequence[str]) -> str:
     """Return the names that `list_source` leaves out as text: ``a, b (git, Docker or imgkit ignores it)``."""
-    shown_names = ", ".join(names[:5])
-    if len(names) > 5:
-        shown_names += f" and {len(names) - 5} more"
-    return f"{shown_names} (git, Docker or imgkit ignores it)"
+    return f"{join_names(names, 5)} (git, Docker or imgkit ignores it)"
 
 
 def _add_parent_folders(paths: Iterable[str]) -> frozenset[str]:

@@ -155,14 +155,6 @@ def _has_process_group() -> bool:
     return bool(dist.is_available() and dist.is_initialized())
 
 
-def list_first_names(names: Sequence[str]) -> str:
-    """Return the first names for a message: ``a, b, c, d, e and 7 more``."""
-    text = ", ".join(names[:MAX_NAMES])
-    if len(names) > MAX_NAMES:
-        text += f" and {len(names) - MAX_NAMES} more"
-    return text
-
-
 def ranks_by_value(values: Sequence[object]) -> str:
     """Return a text with the ranks that have each value. The most frequent value comes last.
 

@@ -13,14 +13,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from imgkit_entrypoints import files
-from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, UsageError
+from imgkit_entrypoints.errors import EXIT_NO, CheckFailed, UsageError, join_names
 from imgkit_entrypoints.launch.progress import ProgressNotes
 from imgkit_entrypoints.run import checkpoint, disk, stop_requests
 from imgkit_entrypoints.run.checkpoint import Checkpoint, CheckpointWriter
 from imgkit_entrypoints.run.connection import RunConnection, end_program
 from imgkit_entrypoints.run.lr_schedulers import SchedulerSearch
 from imgkit_entrypoints.run.position import DataPosition
-from imgkit_entrypoints.run.ranks import list_first_names
+from imgkit_entrypoints.run.ranks import MAX_NAMES
 from imgkit_entrypoints.run.tracked import TrackedObjects
 
 
@@ -128,7 +128,7 @@ class RunCheckpoints:
         if can_start_anew:
             hint += ", or start anew: Run.start(ignore_checkpoints=True), dist-train --ignore-checkpoints"
         raise UsageError(
-            f"none of the checkpoints can be read: {list_first_names([*problems.values()])}",
+            f"none of the checkpoints can be read: {join_names([*problems.values()], MAX_NAMES)}",
             where=str(folder),
             hint=hint,
         )
@@ -249,9 +249,9 @@ class RunCheckpoints:
         names = set[str]().union(*changes_of_ranks)
         if names:
             raise UsageError(
-                f"{list_first_names(sorted(names))} changed between run.restore and run.steps, where a pass "
-                f"goes on after {self.position.batches_done} batches: without a stop, this change comes only "
-                "before the pass",
+                f"{join_names(sorted(names), MAX_NAMES)} changed between run.restore and run.steps, where a "
+                f"pass goes on after {self.position.batches_done} batches: without a stop, this change comes "
+                "only before the pass",
                 where="run.steps",
                 hint="make the change before run.restore, or inside the loop, in the first step of a pass",
             )

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from imgkit_entrypoints.errors import UsageError
+from imgkit_entrypoints.errors import UsageError, join_names
 from imgkit_entrypoints.run import state_tree
 from imgkit_entrypoints.run.checkpoint import INDEX, Checkpoint
-from imgkit_entrypoints.run.ranks import Ranks, list_first_names, ranks_by_value
+from imgkit_entrypoints.run.ranks import MAX_NAMES, Ranks, ranks_by_value
 from imgkit_entrypoints.run.state_tree import TensorRef, is_dtensor, list_leaves
 from imgkit_entrypoints.run.state_values import describe_values, digest_state, digest_text, has_weights
 
@@ -439,8 +439,8 @@ def _find_model_difference(saved: Any, live: Mapping[str, Any], checkpoint: Chec
     Names, shapes and types are compared, but no values, because a resume replaces them. An example of a
     result is ``out.weight is (10, 20) in the checkpoint and (10, 30) in the model``.
     """
-    saved_only = list_first_names([key for key in saved if key not in live])
-    live_only = list_first_names([key for key in live if key not in saved])
+    saved_only = join_names([key for key in saved if key not in live], MAX_NAMES)
+    live_only = join_names([key for key in live if key not in saved], MAX_NAMES)
     if saved_only or live_only:
         return f"{saved_only or 'nothing'} only in the checkpoint, {live_only or 'nothing'} only in the model"
     for key, leaf in saved.items():
